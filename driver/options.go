@@ -86,8 +86,8 @@ func serveCommand() *cobra.Command {
 		"address of\nthis machine; none if the API server answers this machine alone)")
 	f.StringVar(&o.node, "node-name", "", "name of this node (default: the host's name)")
 	f.StringVar(&o.metrics, "metrics-listen", "127.0.0.1:0", "address of /metrics, /healthz and /readyz, or off")
-	f.DurationVar(&o.heartbeat, "heartbeat", api.DefaultHeartbeat, "how often the node renews its heartbeat; after\n"+
-		"four times that it counts as lost")
+	f.DurationVar(&o.heartbeat, "heartbeat", api.DefaultHeartbeat, "how often the node renews its heartbeat; a node\n"+
+		"without a heartbeat for four times as long counts as lost")
 	f.StringVar(&o.upload, "upload-listen", "127.0.0.1:0", "address that image uploads are sent to")
 	f.StringVar(&o.leaseNamespace, "leader-election-namespace", "", "namespace of the controller's lease in a cluster\n"+
 		"(default: that of the pod)")

@@ -66,7 +66,7 @@ func forgetDisk(ctx context.Context, c client.Client, d disk) error {
 	}
 	for _, obj := range all {
 		if err := forceDelete(ctx, c, obj); err != nil {
-			return explain(ctx, fmt.Errorf("%s, which was on disk %s: %w", obj.GetName(), d.spec.Path, err))
+			return explain(ctx, fmt.Errorf("object %s of disk %s cannot be deleted: %w", obj.GetName(), d.spec.Path, err))
 		}
 	}
 	return nil

@@ -158,9 +158,9 @@ func (a *app) imageClone() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "clone IMAGE NAME",
 		Short: "Make a backing image with the content of another image",
-		Long: "Makes a backing image of another one, which must be ready. On disks that have the other's content it takes\n" +
-			"no room and is ready at once. Its number of copies and its selectors are its own; the other image can\n" +
-			"be deleted afterwards.",
+		Long: "Makes a backing image with the content of another image, which must be ready. On disks with a copy of the\n" +
+			"other image the clone takes no room and is ready at once. The clone has its own number of copies and its\n" +
+			"own selectors; the other image can be deleted afterwards.",
 		Example: "  drover image clone debian-12 golden --min-copies 2",
 		Args:    checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(images, true),
 		RunE: func(cmd *cobra.Command, left []string) error {

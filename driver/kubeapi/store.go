@@ -111,7 +111,7 @@ func openStore(ctx context.Context, o Options) (*store, error) {
 func (s *store) close() {
 	if s.start != "" {
 		if err := s.recordRevision(true); err != nil {
-			s.log.Warn("how far the state is was not noted", "err", err)
+			s.log.Warn("the revision of the state database was not recorded", "err", err)
 		}
 	}
 	s.quiet.Store(true)

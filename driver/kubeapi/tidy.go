@@ -24,7 +24,7 @@ func (s *Server) maintainState(ctx context.Context, o Options) {
 			s.log.Error("no snapshot of the state database", "err", err)
 		}
 		if err := s.store.recordRevision(false); err != nil {
-			s.log.Warn("how far the state is was not noted", "err", err)
+			s.log.Warn("the revision of the state database was not recorded", "err", err)
 		}
 		select {
 		case <-tick.C:

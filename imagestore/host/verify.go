@@ -48,7 +48,8 @@ func (n *copyReconciler) checkContent(ctx context.Context, c *api.ImageCopy, on 
 		return true, v.err // until the copy is replaced
 	case asked, suspect:
 	case mark != "" && (!ok || v.mark != mark):
-		n.log.Warn("files of a copy were touched: it is verified", "image", c.Spec.Image, "disk", c.Spec.Disk)
+		n.log.Warn("the files of an image copy have changed: the node verifies the copy", "image", c.Spec.Image,
+			"disk", c.Spec.Disk)
 	case n.verificationDue(ctx, st):
 		if release, _ = n.transfers.limits.TryAcquire(limit, 1); release == nil {
 			return true, nil // a busy disk waits for the next reconcile

@@ -267,7 +267,7 @@ func (e *Engine) Compare(ctx context.Context, uid string, bytesPerSecond int64) 
 			if i == 0 {
 				first = sums
 			} else if !bytes.Equal(sums, first) {
-				return api.Errorf(api.Corrupt, "replicas %s and %s differ in it between %d and %d", list[0].Name, list[i].Name,
+				return api.Errorf(api.Corrupt, "replicas %s and %s differ between bytes %d and %d", list[0].Name, list[i].Name,
 					off, off+n)
 			}
 		}
