@@ -26,7 +26,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-func TestImageImportFailureIsTold(t *testing.T) {
+func TestImageImportReportsItsFailure(t *testing.T) {
 	pen(t, "broken", func(i *api.BackingImage) {
 		i.Status.State, i.Status.Message = api.ImageFailed, "SHA-512 is 12…, expected 34…"
 	})

@@ -13,9 +13,9 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestFailedWritesAreMadeAlike: a write that failed after one member took it is on that one only. The members are made
-// equal there, and the engine knows it.
-func TestFailedWritesAreMadeAlike(t *testing.T) {
+// TestFailedWritesAreResynced: a write that failed after one member took the write is on that member only. The engine
+// resyncs the members there, and records that they are equal.
+func TestFailedWritesAreResynced(t *testing.T) {
 	r := newRig(t, 2, nil)
 	failed := make(chan error, 1)
 	r.l.do(func() {
@@ -47,9 +47,9 @@ func TestFailedWritesAreMadeAlike(t *testing.T) {
 	is(t, r.start(block.OpWrite, 8192, fill(4096, 9), 0), nil)
 }
 
-// TestMembersAreMadeAlikeBesideAnUnfetchedPiece: a member that still fetches a piece in which a write failed is not
-// asked for it where another one has it, and a piece that no member has keeps no other one from being made equal.
-func TestMembersAreMadeAlikeBesideAnUnfetchedPiece(t *testing.T) {
+// TestMembersAreResyncedBesideAnUnfetchedPiece: if a write failed in a piece that a member still fetches, the engine
+// reads the piece from another member that has it. A piece that no member has delays the resync of no other piece.
+func TestMembersAreResyncedBesideAnUnfetchedPiece(t *testing.T) {
 	r := newRig(t, 2, nil)
 	lacks := func(pieces ...int64) func(q *block.Request) error {
 		return func(q *block.Request) error {

@@ -44,8 +44,9 @@ func writeChunks(t *testing.T, w block.LayerWriter, all [][]byte, from, to int) 
 	}
 }
 
-// Whenever the power goes, what was kept is there, is continued, and makes the layer that it would have been.
-func TestKeptLayerSurvivesPowerLoss(t *testing.T) {
+// TestCheckpointSurvivesPowerLoss: after a power loss at any moment the checkpoint exists, the writer continues from
+// it, and the layer is the same as without the power loss.
+func TestCheckpointSurvivesPowerLoss(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
 	ctx := context.Background()
@@ -117,8 +118,9 @@ func TestKeptLayerSurvivesPowerLoss(t *testing.T) {
 	}
 }
 
-// What was kept and is damaged, or of no use any more, is not continued, and is collected.
-func TestKeptLayerOfNoUse(t *testing.T) {
+// TestUselessCheckpointIsCollected: no writer continues a damaged or outdated checkpoint, and garbage collection
+// removes the layer.
+func TestUselessCheckpointIsCollected(t *testing.T) {
 	ctx := context.Background()
 	all := chunks(rand.New(rand.NewPCG(3, 3)), 4)
 	all[0] = make([]byte, chunkSize)

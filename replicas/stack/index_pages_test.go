@@ -18,8 +18,9 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// What is said to be nowhere is read as zeros; what is in the head or in a layer is never said to be nowhere.
-func TestNothing(t *testing.T) {
+// TestIndexMissesNoBlock: a block that the index finds nowhere reads as zeros, and the index finds each block of the head
+// and of the layers.
+func TestIndexMissesNoBlock(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	d := newDisk(t)
 	const size = 192 << 20

@@ -13,9 +13,9 @@ import (
 	"drover.io/drover/block"
 )
 
-// What records name is kept only while they are the same files: a record that another process replaced, removed or
-// damaged is seen at once.
-func TestNamingsFollowTheRecords(t *testing.T) {
+// TestReferencesFollowTheRecords: the cached references of a record count only while the record is the same file. A
+// record that another process replaced, removed or damaged is read again at once.
+func TestReferencesFollowTheRecords(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
 	d, err := Add(t.Context(), t.TempDir())
@@ -90,12 +90,12 @@ func TestNamingsFollowTheRecords(t *testing.T) {
 	}
 }
 
-// Who removes a replica learns whether another one has a layer for itself now, which may be merged then: a look at the
-// whole disk for that is left out where it has not.
-func TestTakenReplicaTellsWhatItHeld(t *testing.T) {
+// TestRemovalReportsMergeableReplicas: the removal of a replica reports whether another replica now has a layer for
+// itself, which may be merged. Without such a layer, the caller need not search the disk.
+func TestRemovalReportsMergeableReplicas(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
-	images, replicas := crowd(t, d, 2)
+	images, replicas := fillDisk(t, d, 2)
 	golden, err := d.readImage(images[0])
 	if err != nil {
 		t.Fatal(err)

@@ -166,8 +166,8 @@ func TestRepair(t *testing.T) {
 	}
 }
 
-// A damaged chunk is looked for in the snapshot that shows most of its layer.
-func TestShows(t *testing.T) {
+// TestRepairReadsTheSnapshotThatShowsMost: a repair reads a damaged chunk in the snapshot that shows most of its layer.
+func TestRepairReadsTheSnapshotThatShowsMost(t *testing.T) {
 	m := Meta{Layers: []string{"a", "b", "c"}, Branches: []Branch{{"d", "a"}},
 		Snapshots: []Snapshot{{UID: "on-d", Layer: "d"}, {UID: "on-c", Layer: "c"}}}
 	for layer, want := range map[string]string{"a": "on-d", "b": "on-c", "c": "on-c", "d": "on-d", "x": ""} {

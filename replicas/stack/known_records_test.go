@@ -18,8 +18,8 @@ import (
 
 // A single operation must not cost more with every image and volume that the disk has besides.
 
-// crowd fills a disk with n images, each of a layer of its own, and n replicas that stand on them.
-func crowd(tb testing.TB, d *Disk, n int) (images, replicas []string) {
+// fillDisk fills a disk with n images, each of a layer of its own, and n replicas that stand on them.
+func fillDisk(tb testing.TB, d *Disk, n int) (images, replicas []string) {
 	tb.Helper()
 	for range n {
 		uid := string(api.NewUID())
@@ -82,14 +82,14 @@ func (f *readsFS) take() map[string]int {
 	return was
 }
 
-// Whoever looks for what is to be finished, or for what may be merged, reads no record again that is known.
+// TestNothingKnownIsReadAgain: the searches for unfinished layers and for mergeable layers read no cached record again.
 func TestNothingKnownIsReadAgain(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
 	d := newDisk(t)
 	counted := &readsFS{FS: d.FS, reads: map[string]int{}}
 	d.FS = counted
-	_, replicas := crowd(t, d, 5)
+	_, replicas := fillDisk(t, d, 5)
 	<-time.After(layer.SteadyAge + 100*time.Millisecond) // the records are old enough to be kept
 	look := func() {
 		t.Helper()
@@ -113,11 +113,12 @@ func TestNothingKnownIsReadAgain(t *testing.T) {
 	}
 }
 
-// A layer that was whole when it was looked at is to be finished as soon as its checksums are gone.
-func TestWholeIsLookedAtAgain(t *testing.T) {
+// TestLayerWithoutChecksumsIsFinishedAgain: a layer that was whole at the last search is unfinished as soon as its
+// checksums are missing.
+func TestLayerWithoutChecksumsIsFinishedAgain(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
-	images, _ := crowd(t, d, 2)
+	images, _ := fillDisk(t, d, 2)
 	if list, err := d.ToFinish(); err != nil || len(list) > 0 {
 		t.Fatal(list, err)
 	}
@@ -139,12 +140,12 @@ func TestWholeIsLookedAtAgain(t *testing.T) {
 	}
 }
 
-// What a replica shares is told by the record that is known to share it: without the disk's lock, which others hold
-// while they wait for the disk. It is told as it is by now.
-func TestSpaceIsToldByOneRecord(t *testing.T) {
+// TestSharedSpaceIsReadFromOneRecord: one record that references a shared layer answers what a replica shares, without
+// the disk's lock, which others hold while they wait for the disk. The answer is that of the present record.
+func TestSharedSpaceIsReadFromOneRecord(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
-	images, replicas := crowd(t, d, 3)
+	images, replicas := fillDisk(t, d, 3)
 	shares := func(want bool) {
 		t.Helper()
 		used, shared, err := d.Space(replicas[1])
@@ -202,10 +203,10 @@ func TestSpaceIsToldByOneRecord(t *testing.T) {
 	shares(false)
 }
 
-// BenchmarkCrowd times what looks at the records of a disk beside a thousand images and replicas.
-func BenchmarkCrowd(b *testing.B) {
+// BenchmarkManyRecords times what looks at the records of a disk beside a thousand images and replicas.
+func BenchmarkManyRecords(b *testing.B) {
 	d := newDisk(b)
-	_, replicas := crowd(b, d, 1000)
+	_, replicas := fillDisk(b, d, 1000)
 	<-time.After(layer.SteadyAge + 100*time.Millisecond) // until then records are read each time
 	for _, of := range []struct {
 		name string
