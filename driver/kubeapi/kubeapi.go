@@ -63,8 +63,9 @@ type Options struct {
 	// KeepEvents and MaxEvents bound the stored events; 0 means 24 h and 2000.
 	KeepEvents time.Duration
 	MaxEvents  int
-	// Tidy is the interval in which the server prunes events, checks the quota and takes due snapshots; 0 means 10 min.
-	Tidy time.Duration
+	// MaintainEvery is the interval in which the server prunes events, checks the quota and takes due snapshots;
+	// 0 means 10 min.
+	MaintainEvery time.Duration
 	// Compact is the interval of compactions of the history; 0 means 5 min. Watches may start within the last interval.
 	Compact time.Duration
 	// Volatile leaves writes in the page cache: writes survive the process, but no power loss. Tests make a thousand
@@ -268,8 +269,8 @@ func (o Options) withDefaults() Options {
 	if o.Compact == 0 {
 		o.Compact = storagebackend.DefaultCompactInterval
 	}
-	if o.Tidy == 0 {
-		o.Tidy = 10 * time.Minute
+	if o.MaintainEvery == 0 {
+		o.MaintainEvery = 10 * time.Minute
 	}
 	return o
 }

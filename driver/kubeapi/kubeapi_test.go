@@ -357,7 +357,7 @@ func TestKubectl(t *testing.T) {
 }
 
 func TestEvents(t *testing.T) {
-	s, _ := start(t, kubeapi.Options{Dir: t.TempDir(), Tidy: 200 * time.Millisecond, MaxEvents: 3})
+	s, _ := start(t, kubeapi.Options{Dir: t.TempDir(), MaintainEvery: 200 * time.Millisecond, MaxEvents: 3})
 	ctx, cancel := context.WithCancel(t.Context())
 	c := newClient(t, s.Config)
 	mgr, err := manager.New(s.Config, manager.Options{Scheme: c.Scheme(),

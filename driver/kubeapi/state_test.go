@@ -111,7 +111,7 @@ func (s *serving) firstSnapshot(dir string) {
 // A snapshot can be restored; clients that knew later revisions are told so, and the next start says what happened.
 func TestRestore(t *testing.T) {
 	dir := t.TempDir()
-	s := serve(t, Options{Dir: dir, Tidy: time.Hour})
+	s := serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
 	if s.WentBack {
 		t.Error("a first start went back in time")
 	}
@@ -133,7 +133,7 @@ func TestRestore(t *testing.T) {
 		t.Errorf("restore under a running server: %v", err)
 	}
 	s.stop()
-	s = serve(t, Options{Dir: dir, Tidy: time.Hour})
+	s = serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
 	if s.WentBack || s.value("a") != "new" {
 		t.Errorf("an ordinary restart went back: %v, %s", s.WentBack, s.value("a"))
 	}
@@ -154,7 +154,7 @@ func TestRestore(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(aside, "member")); err != nil {
 		t.Errorf("the former state is not kept: %v", err)
 	}
-	s = serve(t, Options{Dir: dir, Tidy: time.Hour})
+	s = serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
 	if !s.WentBack || s.value("a") != "old" {
 		t.Errorf("after a restore: %v, %s", s.WentBack, s.value("a"))
 	}
@@ -177,12 +177,12 @@ func TestRestore(t *testing.T) {
 // A database that was lost or replaced behind the server's back is noticed.
 func TestLostState(t *testing.T) {
 	dir := t.TempDir()
-	s := serve(t, Options{Dir: dir, Tidy: time.Hour})
+	s := serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
 	s.must(s.put("a", "1"))
 	s.stop()
 	old := filepath.Join(t.TempDir(), "etcd")
 	s.must(os.CopyFS(old, os.DirFS(filepath.Join(dir, "etcd"))))
-	s = serve(t, Options{Dir: dir, Tidy: time.Hour})
+	s = serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
 	s.must(s.put("a", "2"))
 	s.stop()
 	for _, from := range []string{old, ""} {
@@ -192,7 +192,7 @@ func TestLostState(t *testing.T) {
 			s.must(os.CopyFS(filepath.Join(dir, "etcd"), os.DirFS(from)))
 			want = "1"
 		}
-		s = serve(t, Options{Dir: dir, Tidy: time.Hour})
+		s = serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
 		if !s.WentBack || s.value("a") != want {
 			t.Errorf("%q: went back %v, a is %s", from, s.WentBack, s.value("a"))
 		}
@@ -202,7 +202,7 @@ func TestLostState(t *testing.T) {
 
 // The past is forgotten, or the database would grow with every heartbeat.
 func TestCompaction(t *testing.T) {
-	s := serve(t, Options{Dir: t.TempDir(), Tidy: time.Hour, Compact: 200 * time.Millisecond})
+	s := serve(t, Options{Dir: t.TempDir(), MaintainEvery: time.Hour, Compact: 200 * time.Millisecond})
 	kv := s.store.etcd.Server.KV()
 	i := 0
 	s.until("compaction", func() bool {
@@ -217,7 +217,7 @@ func TestCompaction(t *testing.T) {
 
 // A full database refuses writes and says so; once objects are deleted it goes on by itself.
 func TestQuota(t *testing.T) {
-	s := serve(t, Options{Dir: t.TempDir(), QuotaBytes: 4 << 20, Tidy: 100 * time.Millisecond,
+	s := serve(t, Options{Dir: t.TempDir(), QuotaBytes: 4 << 20, MaintainEvery: 100 * time.Millisecond,
 		Compact: 200 * time.Millisecond})
 	big := strings.Repeat("x", 200<<10)
 	n := 0
@@ -243,7 +243,7 @@ func TestQuota(t *testing.T) {
 // There are never more snapshots than are to be kept, and the newest stays.
 func TestSnapshotsRotate(t *testing.T) {
 	dir := t.TempDir()
-	s := serve(t, Options{Dir: dir, Tidy: time.Hour})
+	s := serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
 	s.firstSnapshot(dir)
 	at := time.Now()
 	for i := range keepSnapshots + 3 {
@@ -262,7 +262,7 @@ func TestSnapshotsRotate(t *testing.T) {
 // Who takes a snapshot removes what is half-written, but not what somebody else is just writing.
 func TestSnapshotsAtOnce(t *testing.T) {
 	dir := t.TempDir()
-	s := serve(t, Options{Dir: dir, Tidy: time.Hour})
+	s := serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
 	s.firstSnapshot(dir)
 	at := time.Now()
 	for i := range 5 {

@@ -13,7 +13,7 @@ import (
 
 // layerRepairer is a disk that repairs a sealed layer below its replicas.
 type layerRepairer interface {
-	Mend(ctx context.Context, uid, root string, src block.Source) error
+	RepairLayer(ctx context.Context, uid, root string, src block.Source) error
 }
 
 // Repair repairs an image below replicas, in place, from another disk with the layers. The Spec must be complete.
@@ -40,7 +40,7 @@ func repairLayers(ctx context.Context, from, on block.Layers, want Spec, good []
 		if err != nil {
 			return Result{}, err
 		}
-		if err = errors.Join(m.Mend(ctx, string(want.Layers[i]), root, src), src.Close()); err != nil {
+		if err = errors.Join(m.RepairLayer(ctx, string(want.Layers[i]), root, src), src.Close()); err != nil {
 			return Result{}, explainDiskError(on, err)
 		}
 	}

@@ -146,7 +146,7 @@ func (c *client) connectSuccessor(log *slog.Logger) (conn *net.UnixConn, stop bo
 			_ = conn.Close()
 		}
 		if !stop {
-			<-time.After(mendStep)
+			<-time.After(reconnectPause)
 		}
 		return nil, stop
 	}
@@ -157,8 +157,8 @@ func (c *client) connectSuccessor(log *slog.Logger) (conn *net.UnixConn, stop bo
 	return conn, false
 }
 
-// mendStep is the pause between two tries to find the holder's successor.
-const mendStep = 50 * time.Millisecond
+// reconnectPause is the pause between two tries to find the holder's successor.
+const reconnectPause = 50 * time.Millisecond
 
 // rememberRecord copies the data that the holder keeps for this process; without fds, only the blob has changed.
 func (c *client) rememberRecord(key string, blob []byte, fds ...int) error {

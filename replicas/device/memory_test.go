@@ -82,7 +82,7 @@ func TestMemoryComesLate(t *testing.T) {
 		}
 
 		for s.stage.mem != nil { // all is with a disk that hangs
-			s.pool.lent += int64(classSize[s.takeMemory(maxIO, false).class])
+			s.pool.leased += int64(classSize[s.takeMemory(maxIO, false).class])
 		}
 		s.growing = true
 		if s.mayRead(&conn{}) {

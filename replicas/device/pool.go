@@ -32,10 +32,10 @@ type slot struct {
 // wait for the very I/O that needs the memory, so the server's thread, which owns the pool, never does. Memory of the
 // pool never faults.
 type pool struct {
-	free  [len(classSize)][]slot
-	slabs [][]byte
-	used  int64 // bytes handed out
-	lent  int64 // of these, held by a hanging disk
+	free   [len(classSize)][]slot
+	slabs  [][]byte
+	used   int64 // bytes handed out
+	leased int64 // of these, held by a hanging disk
 }
 
 func (p *pool) size() int64 { return int64(len(p.slabs)) * slabSize }

@@ -76,7 +76,7 @@ func newServer(loop *uring.Loop, log *slog.Logger) *server {
 // prepareMemory takes the memory for serving: to read the first request, and to continue without more.
 func (s *server) prepareMemory() error {
 	s.conns++
-	if s.conns > 1 || s.stage.mem != nil && s.pool.size()-s.pool.lent >= reserved*slabSize {
+	if s.conns > 1 || s.stage.mem != nil && s.pool.size()-s.pool.leased >= reserved*slabSize {
 		return nil
 	}
 	err := s.reserveMemory()
@@ -165,8 +165,8 @@ func (s *server) makeRequests() ([]*request, error) {
 // wantMemory asks for more memory, without waiting: the system may have to write through this very thread to find some.
 func (s *server) wantMemory() {
 	size := s.pool.size()
-	slabs := (poolCap + s.pool.lent - size + slabSize - 1) / slabSize
-	if slabs <= 0 && s.stage.mem == nil && size < poolCap+s.pool.lent+int64(s.conns)*slabSize {
+	slabs := (poolCap + s.pool.leased - size + slabSize - 1) / slabSize
+	if slabs <= 0 && s.stage.mem == nil && size < poolCap+s.pool.leased+int64(s.conns)*slabSize {
 		slabs = 1 // unanswered requests must not hold up connections with nothing in progress
 	}
 	slabs = min(slabs, int64(len(s.pool.slabs))) // twice as much as before
@@ -199,7 +199,7 @@ func (s *server) wantMemory() {
 	})
 }
 
-// addMemory takes in the memory from wantMemory. Meanwhile the last buffer may have been lent, or trimPool may have
+// addMemory takes in the memory from wantMemory. Meanwhile the last buffer may have been leased, or trimPool may have
 // removed all.
 func (s *server) addMemory(slabs [][]byte, made []*request) {
 	s.growing = false
@@ -278,9 +278,9 @@ func (s *server) giveBack(m slot) {
 // lendMemory leaves memory to a hanging disk until the disk's lease ends. Others get as much in exchange.
 func (s *server) lendMemory(m slot, l *block.BufferLease) {
 	n := int64(classSize[m.class])
-	s.pool.lent += n
+	s.pool.leased += n
 	l.OnRelease(func() {
-		s.pool.lent -= n
+		s.pool.leased -= n
 		s.giveBack(m)
 		s.feedHungry()
 		s.trimSoon()
@@ -366,7 +366,7 @@ func (r *request) answerKernel(*block.Request) {
 	default:
 		w.head.length += uint32(r.Len)
 		w.vec[0] = iovec{base, uintptr(outSize)}
-		w.vec[1] = iovec{uintptr(unsafe.Pointer(&r.Buf[0])), uintptr(r.Len)} // the slot's, unless lent
+		w.vec[1] = iovec{uintptr(unsafe.Pointer(&r.Buf[0])), uintptr(r.Len)} // the slot's, unless leased
 		_, _, e := unix.RawSyscall(unix.SYS_WRITEV, uintptr(c.fd), uintptr(unsafe.Pointer(&w.vec[0])), 2)
 		c.replyWritten(e)
 	}

@@ -163,8 +163,8 @@ func (o *op) giveBounce() {
 		delete(b.held, o.e)
 	}
 	if l := block.JoinLeases(o.leases...); !l.Released() {
-		lent := buf
-		l.OnRelease(func() { b.putBuffer(lent) })
+		leased := buf
+		l.OnRelease(func() { b.putBuffer(leased) })
 		buf = newAlignedBuffer(bounceSize) // other operations need a buffer
 	}
 	b.putBuffer(buf)

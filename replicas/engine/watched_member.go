@@ -74,7 +74,7 @@ type WatchedMember struct {
 type watchedSlot struct {
 	in         block.Request
 	out        *block.Request // nil: the engine's request was answered
-	lent       *block.BufferLease
+	lease      *block.BufferLease
 	since      time.Duration
 	prev, next *watchedSlot
 }
@@ -121,7 +121,7 @@ func (m *WatchedMember) Submit(q *block.Request) {
 	} else {
 		m.free = s.next
 	}
-	s.out, s.lent, s.since, s.prev, s.next = q, nil, m.watch.now(), m.tail, nil
+	s.out, s.lease, s.since, s.prev, s.next = q, nil, m.watch.now(), m.tail, nil
 	s.in.Op, s.in.FUA, s.in.Off, s.in.Len, s.in.Buf, s.in.Err = q.Op, q.FUA, q.Off, q.Len, q.Buf, nil
 	s.in.Spans = q.Spans
 	if m.tail == nil {
@@ -154,7 +154,7 @@ func (m *WatchedMember) removeSlot(s *watchedSlot) {
 // takeAnswer takes the replica's answer. Loop thread.
 func (m *WatchedMember) takeAnswer(s *watchedSlot) {
 	m.mu.Lock()
-	out, lent, err := s.out, s.lent, s.in.Err
+	out, lease, err := s.out, s.lease, s.in.Err
 	if out != nil {
 		m.removeSlot(s)
 		if s.since > m.linked {
@@ -163,7 +163,7 @@ func (m *WatchedMember) takeAnswer(s *watchedSlot) {
 	} else {
 		m.left--
 	}
-	s.out, s.lent, s.in.Buf, s.in.Spans = nil, nil, nil, nil
+	s.out, s.lease, s.in.Buf, s.in.Spans = nil, nil, nil, nil
 	s.next, m.free = m.free, s
 	m.closeIfIdle()
 	m.mu.Unlock()
@@ -172,7 +172,7 @@ func (m *WatchedMember) takeAnswer(s *watchedSlot) {
 		out.Done(out)
 		return
 	}
-	lent.Release()
+	lease.Release()
 }
 
 // recordLink records the state of the connection.
@@ -267,8 +267,8 @@ func (m *WatchedMember) answerAll(why error) {
 	for s := m.head; s != nil; s = m.head {
 		m.removeSlot(s)
 		m.left++
-		s.lent = &block.BufferLease{}
-		s.out.Err, s.out.Lease = why, s.lent
+		s.lease = &block.BufferLease{}
+		s.out.Err, s.out.Lease = why, s.lease
 		list = append(list, s.out)
 		s.out = nil
 	}

@@ -104,8 +104,9 @@ func mergeAndLeave(t *testing.T, d *Disk, f *tapped, r *Replica) {
 	}
 }
 
-// What was kept of a layer is not gone on with once the layer was merged: its files are the result's.
-func TestResumeOfMergedAway(t *testing.T) {
+// TestMergedLayerIsNotContinued: no writer continues the checkpoint of a layer after a merge, since the result of the
+// merge has the layer's files.
+func TestMergedLayerIsNotContinued(t *testing.T) {
 	t.Parallel()
 	ctx, l := context.Background(), startLoop(t)
 	plain := newDisk(t)
@@ -162,12 +163,13 @@ func TestResumeOfMergedAway(t *testing.T) {
 }
 
 // A layer that is being merged, or was, is not repaired in place: its files are not its own any more.
-func TestMendOfMerged(t *testing.T) {
+func TestRepairOfAMergedLayer(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
 	ctx, l := context.Background(), startLoop(t)
-	for name, during := range map[string]func(t *testing.T, d *Disk, f *tapped, r *Replica, data string, mend func() error) error{
-		"in a merge": func(t *testing.T, _ *Disk, _ *tapped, r *Replica, _ string, mend func() error) error {
+	for name, during := range map[string]func(t *testing.T, d *Disk, f *tapped, r *Replica, data string,
+		repair func() error) error{
+		"in a merge": func(t *testing.T, _ *Disk, _ *tapped, r *Replica, _ string, repair func() error) error {
 			w := begun(t, r)
 			defer w.close()
 			for range 4 {
@@ -175,11 +177,11 @@ func TestMendOfMerged(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			err := mend()
+			err := repair()
 			patient(t, func() error { return w.mergeRest(ctx, MergeOptions{}) })
 			return err
 		},
-		"at the end of a merge": func(t *testing.T, d *Disk, f *tapped, r *Replica, data string, mend func() error) error {
+		"at the end of a merge": func(t *testing.T, d *Disk, f *tapped, r *Replica, data string, repair func() error) error {
 			w := begun(t, r)
 			end := func() {
 				patient(t, func() error { return w.mergeRest(ctx, MergeOptions{}) })
@@ -199,16 +201,16 @@ func TestMendOfMerged(t *testing.T) {
 					}
 				}, nil
 			})
-			err := mend()
+			err := repair()
 			f.set(nil)
 			if !ended {
 				end()
 			}
 			return err
 		},
-		"after a merge": func(t *testing.T, d *Disk, f *tapped, r *Replica, _ string, mend func() error) error {
+		"after a merge": func(t *testing.T, d *Disk, f *tapped, r *Replica, _ string, repair func() error) error {
 			mergeAndLeave(t, d, f, r)
-			return mend()
+			return repair()
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -226,7 +228,9 @@ func TestMendOfMerged(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer src.Close()
-			err = during(t, d, f, r, d.Join(layer.Dir, upper, layer.DataFile), func() error { return d.Mend(ctx, upper, root, src) })
+			err = during(t, d, f, r, d.Join(layer.Dir, upper, layer.DataFile), func() error {
+				return d.RepairLayer(ctx, upper, root, src)
+			})
 			if !api.Is(err, api.Busy) {
 				t.Errorf("repaired: %v", err)
 			}

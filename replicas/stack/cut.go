@@ -409,8 +409,8 @@ func (r *Replica) Cut(ctx context.Context, s Snapshot, also ...Snapshot) error {
 	return c.Do(ctx)
 }
 
-// tidyHeads removes the files of other heads from a replica's folder, which a crash during a cut leaves.
-func (d *Disk) tidyHeads(dir, head string) error {
+// removeFormerHeads removes the files of other heads from a replica's folder, which a crash during a cut leaves.
+func (d *Disk) removeFormerHeads(dir, head string) error {
 	entries, err := d.FS.ReadDir(dir)
 	if err != nil {
 		return err

@@ -86,7 +86,7 @@ func TestRepairRestoresEveryFileOfALayer(t *testing.T) {
 			}
 			defer open.Close()
 			damage(t, filepath.Join(d.Path(), layer.Dir, uid))
-			if err := d.Mend(ctx, uid, root, src); err != nil {
+			if err := d.RepairLayer(ctx, uid, root, src); err != nil {
 				t.Fatal(err)
 			}
 			if err := d.Verify(ctx, uid); err != nil {
@@ -129,7 +129,7 @@ func TestRepairRestoresEveryFileOfALayer(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer src.Close()
-	if err := d.Mend(ctx, mine, was, src); !api.Is(err, api.Corrupt) {
+	if err := d.RepairLayer(ctx, mine, was, src); !api.Is(err, api.Corrupt) {
 		t.Errorf("made of something else: %v", err)
 	}
 	if err := d.Verify(ctx, mine); err != nil {

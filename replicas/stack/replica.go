@@ -133,7 +133,7 @@ func (d *Disk) openReplica(ctx context.Context, uid string, on ring) (_ *Replica
 	if err := r.intentTracker.openFile(); err != nil {
 		return nil, err
 	}
-	if err := d.tidyHeads(r.dir, r.meta.Head); err != nil {
+	if err := d.removeFormerHeads(r.dir, r.meta.Head); err != nil {
 		return nil, err
 	}
 	if err := r.syncFormerWrites(ctx); err != nil {

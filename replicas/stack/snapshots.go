@@ -149,7 +149,7 @@ func (d *Disk) changeClosed(uid string, change func(m *Meta) (gone []string, err
 		return err
 	}
 	if err == nil {
-		err = errors.Join(d.tidyHeads(dir, m.Head), d.dropUnnamed(gone))
+		err = errors.Join(d.removeFormerHeads(dir, m.Head), d.dropUnnamed(gone))
 	}
 	if err != nil { // the next reader of the record finds the change
 		return api.Errorf(api.Busy, "the change is committed, and its cleanup is not done yet; try again: %w", err)

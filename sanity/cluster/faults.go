@@ -11,10 +11,10 @@ import (
 
 // Fault breaks a part of the cluster, and repairs the part.
 type Fault struct {
-	Name  string
-	Break func(ctx context.Context) error
-	Mend  func(ctx context.Context) error
-	First bool // repaired before other faults, because no machine is ready without the API server
+	Name   string
+	Break  func(ctx context.Context) error
+	Repair func(ctx context.Context) error
+	First  bool // repaired before other faults, because no machine is ready without the API server
 }
 
 // Faults returns faults that must cause no error of a volume: the volume's engine and the member with its data live on
@@ -31,7 +31,7 @@ func (c *Cluster) Faults(r *rand.Rand) []Fault {
 				hit = m.serving()
 				return how()
 			},
-			Mend: func(ctx context.Context) error {
+			Repair: func(ctx context.Context) error {
 				if now := m.serving(); now != nil && now != hit {
 					return nil
 				}
@@ -61,20 +61,20 @@ func (c *Cluster) Faults(r *rand.Rand) []Fault {
 		return func(context.Context) error { return ifAny(do("data")) }
 	}
 	return []Fault{
-		{Name: "kill data on " + n.Name, Break: data(n.Kill), Mend: none},
+		{Name: "kill data on " + n.Name, Break: data(n.Kill), Repair: none},
 		down("kill serve on "+n.Name, n, kill(n, "serve")),
 		down("kill serve and data on "+n.Name, n, kill(n, "serve", "data")),
 		down("restart serve on "+n.Name, n, n.Stop),
-		{Name: "freeze data on " + n.Name, Break: data(n.Freeze), Mend: data(n.Thaw)},
+		{Name: "freeze data on " + n.Name, Break: data(n.Freeze), Repair: data(n.Thaw)},
 		down("kill the API server", c.Control, kill(c.Control, "serve")),
 		down("stop the API server", c.Control, c.Control.Stop),
 		{Name: "cut " + n.Name + " off the API server", Break: func(context.Context) error {
 			c.Net.Between(n, c.Control, Link{Cut: true})
 			return nil
-		}, Mend: heal},
+		}, Repair: heal},
 		{Name: "isolate " + n.Name, Break: func(context.Context) error { c.Net.Isolate(n, c.Machines()...); return nil },
-			Mend: heal},
-		{Name: "cut " + n.Name + " from " + o.Name, Break: cutNodes, Mend: heal},
+			Repair: heal},
+		{Name: "cut " + n.Name + " from " + o.Name, Break: cutNodes, Repair: heal},
 		{Name: "delay and lose at " + n.Name, Break: func(context.Context) error {
 			for _, m := range c.Machines() {
 				if m != n {
@@ -82,7 +82,7 @@ func (c *Cluster) Faults(r *rand.Rand) []Fault {
 				}
 			}
 			return nil
-		}, Mend: heal},
+		}, Repair: heal},
 	}
 }
 
@@ -125,7 +125,7 @@ func (c *Cluster) Schedule(ctx context.Context, r *rand.Rand, tell func(string))
 			return 1
 		})
 		for _, f := range now {
-			if err := f.Mend(ctx); err != nil {
+			if err := f.Repair(ctx); err != nil {
 				return fmt.Errorf("after %s: %w", f.Name, err)
 			}
 		}

@@ -23,7 +23,7 @@ func TestFaultsAtOnce(t *testing.T) {
 			must(t, f.Break(t.Context()))
 		}
 		for _, f := range now {
-			must(t, f.Mend(soon(t)))
+			must(t, f.Repair(soon(t)))
 		}
 	}
 	runs(t, n, "serve")

@@ -22,13 +22,13 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// Mend repairs a finished layer in place, while readers use the layer. root is the known root digest; src supplies the
-// content. Mend writes only wrong blocks, into the existing files, so that readers with open files read sound content
-// from then on, and makes missing files; layer.json comes last.
+// RepairLayer repairs a finished layer in place, while readers use the layer. root is the known root digest; src
+// supplies the content. RepairLayer writes only wrong blocks, into the existing files, so that readers with open files
+// read sound content from then on, and makes missing files; layer.json comes last.
 //
-// Mend does not change a sealed layer: the uid keeps its one content. Mend writes nothing before a read of all of src
-// has led to the root digest.
-func (d *Store) Mend(ctx context.Context, uid, root string, src block.Source) (err error) {
+// RepairLayer does not change a sealed layer: the uid keeps its one content. RepairLayer writes nothing before a read
+// of all of src has led to the root digest.
+func (d *Store) RepairLayer(ctx context.Context, uid, root string, src block.Source) (err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("repair layer %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))

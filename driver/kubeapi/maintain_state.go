@@ -13,7 +13,7 @@ import (
 // maintainState keeps the state small and safe: only maintainState removes events, checks the quota and takes
 // snapshots.
 func (s *Server) maintainState(ctx context.Context, o Options) {
-	tick := time.NewTicker(o.Tidy)
+	tick := time.NewTicker(o.MaintainEvery)
 	defer tick.Stop()
 	for {
 		if err := s.pruneEvents(ctx, o); err != nil && ctx.Err() == nil {
