@@ -94,7 +94,7 @@ func (s *Server) ensureGroup(ctx context.Context, req *csi.CreateVolumeGroupSnap
 		err := s.client.Get(ctx, client.ObjectKey{Name: name}, g)
 		switch {
 		case err == nil && !slices.Equal(g.Spec.Volumes, wish.Spec.Volumes):
-			return nil, api.Errorf(api.Exists, "snapshot group %s exists and is one of volumes %s", req.GetName(),
+			return nil, api.Errorf(api.Exists, "snapshot group %s exists already, for volumes %s", req.GetName(),
 				strings.Join(g.Spec.Volumes, ", "))
 		case err == nil && g.DeletionTimestamp != nil:
 			return nil, api.Errorf(api.Busy, "snapshot group %s of the same name is being deleted: try again", name)

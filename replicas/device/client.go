@@ -199,7 +199,7 @@ func (c *client) beginIncarnation() (int64, error) {
 
 func (c *client) putRecord(key string, blob []byte, fds ...int) error {
 	if len(blob) > maxBlob {
-		return api.Errorf(api.OutOfRange, "%d bytes to keep for %s; at most %d", len(blob), key, maxBlob)
+		return api.Errorf(api.OutOfRange, "the record of device %s has %d bytes, more than %d", key, len(blob), maxBlob)
 	}
 	if _, _, err := c.askHolder(ask{Op: askPut, Key: key, Blob: blob}, fds); err != nil {
 		return err

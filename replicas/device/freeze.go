@@ -228,7 +228,8 @@ func (f *Frozen) Thaw() error {
 	case <-f.done:
 		return nil
 	case <-late.C:
-		return api.Errorf(api.Busy, "thaw %s: not done after %v, it is waited for", f.d.Path(), thawWait)
+		return api.Errorf(api.Busy, "device %s: the kernel has not thawed the file system after %v; the data process waits",
+			f.d.Path(), thawWait)
 	}
 }
 

@@ -62,7 +62,7 @@ func (s Spec) validate() error {
 	case s.Size <= 0 || s.Size%512 != 0:
 		return api.Errorf(api.OutOfRange, "device %s: size %d is no multiple of 512", s.Name, s.Size)
 	case len(s.Blob) > 32<<10:
-		return api.Errorf(api.OutOfRange, "device %s: a blob of %d bytes; at most 32 KiB", s.Name, len(s.Blob))
+		return api.Errorf(api.OutOfRange, "device %s: its record has %d bytes, more than 32 KiB", s.Name, len(s.Blob))
 	}
 	return nil
 }

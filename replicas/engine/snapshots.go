@@ -26,7 +26,7 @@ func (e *Engine) Snapshots(ctx context.Context) (stack.Meta, error) {
 		return stack.Meta{}, err
 	}
 	if len(missing) > 0 {
-		return stack.Meta{}, api.Errorf(api.Busy, "the engine has to drop replica %s first, which it did not reach",
+		return stack.Meta{}, api.Errorf(api.Busy, "the engine did not reach replica %s, and must drop the replica first",
 			missing[0])
 	}
 	st, err := m.State(ctx)

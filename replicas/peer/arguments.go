@@ -147,7 +147,7 @@ func (a uidArgs) Validate(limits) error { return checkID(a.UID) }
 // checkID refuses text that cannot be an id: only an id may become a part of a path or of a record.
 func checkID(id string) error {
 	if id == "" || len(id) > maxID {
-		return api.Errorf(api.Invalid, "an id of %d bytes", len(id))
+		return api.Errorf(api.Invalid, "the id has %d characters, not 1 to %d", len(id), maxID)
 	}
 	for _, c := range []byte(id) {
 		if (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '-' {

@@ -158,9 +158,9 @@ func decodeHeader(b *[headerSize]byte) (h header, err error) {
 		binary.LittleEndian.Uint32(b[40:]) != 0:
 		return h, api.Errorf(api.Corrupt, "a frame of kind %d makes no sense", b[0])
 	case h.size > maxPayload:
-		return h, api.Errorf(api.Corrupt, "a frame of %d bytes", h.size)
+		return h, api.Errorf(api.Corrupt, "the frame has %d bytes, more than %d", h.size, maxPayload)
 	case h.off < 0 || h.n < 0 || h.off > api.MaxVolumeSize || h.n > api.MaxVolumeSize:
-		return h, api.Errorf(api.Corrupt, "a frame about the bytes from %d, %d of them", h.off, h.n)
+		return h, api.Errorf(api.Corrupt, "the frame asks for %d bytes at %d, beyond any volume", h.n, h.off)
 	case h.flags&flagSpans != 0 && (h.kind != kindWrite || h.n > maxPayload || h.n%block.Size != 0),
 		h.kind == kindWrite && h.flags&flagSpans == 0 && int64(h.size) != h.n,
 		h.kind >= kindFlush && h.kind <= kindZero && h.size != 0, h.kind == kindRead && (h.size != 0 || h.n > maxPayload):

@@ -137,12 +137,12 @@ func (rs *Replicas) awaitImage(ctx context.Context, r *api.Replica) error {
 	}
 	switch {
 	case own == nil:
-		return api.Errorf(api.Unavailable, "waits for a copy of the backing image on this disk")
+		return api.Errorf(api.Unavailable, "the replica waits for a copy of the backing image on its disk")
 	case own.Status.Message != "":
-		return api.Errorf(api.Unavailable, "waits for image %s on this disk (%s): %s", own.Spec.Image, own.Status.State,
-			own.Status.Message)
+		return api.Errorf(api.Unavailable, "the replica waits for image %s on its disk (%s): %s", own.Spec.Image,
+			own.Status.State, own.Status.Message)
 	}
-	return api.Errorf(api.Unavailable, "waits for image %s on this disk (%s)", own.Spec.Image, own.Status.State)
+	return api.Errorf(api.Unavailable, "the replica waits for image %s on its disk (%s)", own.Spec.Image, own.Status.State)
 }
 
 // copyOn is the copy on a disk of the image with the given layers; nil: the disk has no copy.

@@ -49,7 +49,7 @@ func (w *Writer) Checkpoint(upTo int64, note []byte) error {
 		return w.nameError(err)
 	}
 	if upTo%chunkSize != 0 {
-		return w.nameError(api.Errorf(api.OutOfRange, "%d bytes are no whole chunks", upTo))
+		return w.nameError(api.Errorf(api.OutOfRange, "checkpoint at %d bytes: not a multiple of a chunk", upTo))
 	}
 	if err := w.syncData(w.sums.Datasync, w.crcs.Datasync); err != nil {
 		return w.nameError(err)
