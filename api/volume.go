@@ -238,7 +238,8 @@ type ReplicaSpec struct {
 	Layers []UID `json:"layers,omitempty"`
 	// From is the snapshot whose layers the replica begins with; the image's layers are the lowest.
 	From *ReplicaSource `json:"from,omitempty"`
-	// Leave asks the engine to take the replica out of the volume's members; the replica is deleted then.
+	// Leave asks the engine to take the replica out of the volume's members; the replica is deleted then. While the
+	// volume has no members yet, Leave says that the replica never becomes a member.
 	Leave bool `json:"leave,omitempty"`
 	// Transient: the replica is on its source's node, where it may not stay; it is deleted when whole replicas exist where
 	// the volume may be.

@@ -41,9 +41,10 @@ func (p *volumeReconciler) promisedBytes(ctx context.Context, disk api.UID) (int
 
 // createReplicas places the first replicas of a new volume, and records members when the replicas are ready.
 func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mine []api.Replica) error {
-	mine = slices.DeleteFunc(slices.Clone(mine), func(r api.Replica) bool { // given up
-		return r.DeletionTimestamp != nil && p.isSilent(r.Spec.Node)
-	})
+	mine, err := p.releaseDeleted(ctx, mine)
+	if err != nil {
+		return err
+	}
 	if len(mine) == 0 {
 		from, err := p.findSource(ctx, v)
 		if errors.Is(err, errSoon) {
@@ -84,9 +85,6 @@ func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mi
 	size := v.Spec.Size
 	for i := range mine {
 		r := &mine[i]
-		if r.DeletionTimestamp != nil && len(mine) > 1 {
-			continue // another replica replaces this replica
-		}
 		switch r.Status.Mode {
 		case api.ReplicaCurrent:
 			members = append(members, r.Name)
@@ -119,6 +117,11 @@ func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mi
 			"the nodes of its replicas give no sign of life"
 		return nil
 	}
+	if ok, err := p.mayJoin(ctx, members); !ok || err != nil {
+		v.Status.State, v.Status.Robustness, v.Status.Message = api.VolumeCreating, api.RobustUnknown, ""
+		p.requeueAfter(v.Name, time.Second)
+		return err
+	}
 	v.Status.Members, v.Status.Epoch, v.Status.Size = members, 1, size
 	v.Status.Message = ""
 	if c := v.Status.CloneStatus; c != nil {
@@ -127,10 +130,41 @@ func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mi
 	return nil
 }
 
+// releaseDeleted returns the replicas that are not deleted, and lets the nodes remove the other replicas. While a
+// volume has no members, a node cannot tell whether the planner is about to record a deleted replica as a member: it
+// removes the replica only after the planner has set Leave, and the planner never records a replica with Leave.
+func (p *volumeReconciler) releaseDeleted(ctx context.Context, mine []api.Replica) ([]api.Replica, error) {
+	var left []api.Replica
+	for i := range mine {
+		r := &mine[i]
+		if r.DeletionTimestamp == nil && !r.Spec.Leave {
+			left = append(left, *r)
+			continue
+		}
+		if err := p.setLeave(ctx, r); err != nil {
+			return nil, err
+		}
+	}
+	return left, nil
+}
+
+// mayJoin reports whether the planner may record replicas as the first members. The cache may lack a deletion: mayJoin
+// asks the API.
+func (p *volumeReconciler) mayJoin(ctx context.Context, names []string) (bool, error) {
+	for _, name := range names {
+		var r api.Replica
+		err := p.reader.Get(ctx, types.NamespacedName{Name: name}, &r)
+		if err != nil || r.DeletionTimestamp != nil || r.Spec.Leave {
+			return false, client.IgnoreNotFound(err)
+		}
+	}
+	return true, nil
+}
+
 // giveUpReplica deletes a first replica whose node fell silent before the replica was ready, so that another node
 // gets a replica. A clone's replica stays while only silent nodes have the source.
 func (p *volumeReconciler) giveUpReplica(ctx context.Context, v *api.Volume, r *api.Replica) (bool, error) {
-	if r.DeletionTimestamp != nil || !p.isSilent(r.Spec.Node) {
+	if !p.isSilent(r.Spec.Node) {
 		return false, nil
 	}
 	if r.Spec.From != nil {
@@ -142,6 +176,9 @@ func (p *volumeReconciler) giveUpReplica(ctx context.Context, v *api.Volume, r *
 		if err != nil || !slices.ContainsFunc(list, func(o api.Replica) bool { return !p.isSilent(o.Spec.Node) }) {
 			return false, err
 		}
+	}
+	if err := p.setLeave(ctx, r); err != nil {
+		return false, err
 	}
 	if err := p.client.Delete(ctx, r); client.IgnoreNotFound(err) != nil {
 		return false, fmt.Errorf("replica %s: %w", r.Name, err)

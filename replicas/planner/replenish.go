@@ -160,13 +160,8 @@ func (p *volumeReconciler) dropReplicas(ctx context.Context, v *api.Volume, mine
 		r := &mine[i]
 		if at := slices.Index(v.Status.Members, name); at >= 0 {
 			if attached || v.Status.EngineNode != "" {
-				if r.Spec.Leave {
-					continue
-				}
-				old := r.DeepCopy()
-				r.Spec.Leave = true
-				if err := p.client.Patch(ctx, r, client.MergeFrom(old)); err != nil {
-					return fmt.Errorf("replica %s: %w", name, err)
+				if err := p.setLeave(ctx, r); err != nil {
+					return err
 				}
 				continue
 			}
@@ -185,6 +180,19 @@ func (p *volumeReconciler) dropReplicas(ctx context.Context, v *api.Volume, mine
 			"not needed now", name, r.Spec.Node)
 	}
 	return p.forgetLost(ctx, v, mine)
+}
+
+// setLeave asks that a replica leaves its volume.
+func (p *volumeReconciler) setLeave(ctx context.Context, r *api.Replica) error {
+	if r.Spec.Leave {
+		return nil
+	}
+	old := r.DeepCopy()
+	r.Spec.Leave = true
+	if err := p.client.Patch(ctx, r, client.MergeFrom(old)); client.IgnoreNotFound(err) != nil {
+		return fmt.Errorf("replica %s: %w", r.Name, err)
+	}
+	return nil
 }
 
 // withdrawLeave withdraws the wish that replicas leave, after a drain was undone or another replica failed.

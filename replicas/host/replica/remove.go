@@ -69,14 +69,20 @@ func (rs *Replicas) remove(ctx context.Context, r *api.Replica) error {
 }
 
 // checkRemovable refuses to remove a member of a volume, and the last replica of a deleted volume with snapshots, by
-// whatever user the object was deleted. The cache may be behind: checkRemovable asks the API itself.
+// whatever user the object was deleted. It also refuses a replica that the planner may be recording as a first member.
+// The cache may be behind: checkRemovable asks the API itself.
 func (rs *Replicas) checkRemovable(ctx context.Context, r *api.Replica) error {
 	var v api.Volume
 	if err := rs.Reader.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	switch {
-	case v.Status.UID != r.Spec.VolumeUID || !slices.Contains(v.Status.Members, r.Name):
+	case v.Status.UID != r.Spec.VolumeUID:
+		return nil
+	case len(v.Status.Members) == 0 && v.DeletionTimestamp == nil && !r.Spec.Leave:
+		return api.Errorf(api.InUse, "replica %s may become a member of volume %s: the removal waits for the controller",
+			r.Name, v.Name)
+	case !slices.Contains(v.Status.Members, r.Name):
 		return nil
 	case v.DeletionTimestamp == nil:
 		return api.Errorf(api.InUse, "replica %s is a member of volume %s: the removal waits for another whole replica",
