@@ -2,6 +2,7 @@ package api
 
 import (
 	"fmt"
+	"strconv"
 	"strings"
 )
 
@@ -17,4 +18,12 @@ func SizeText(n int64) string {
 		u++
 	}
 	return fmt.Sprintf("%s %ciB", strings.TrimSuffix(fmt.Sprintf("%.1f", f), ".0"), units[u])
+}
+
+// CountText formats a number of things for people: "1 disk", "2 disks".
+func CountText(n int, thing string) string {
+	if n == 1 {
+		return "1 " + thing
+	}
+	return strconv.Itoa(n) + " " + thing + "s"
 }

@@ -32,7 +32,7 @@ func (s *Server) editVolume(ctx context.Context, id string, edit func(*api.Volum
 // the size.
 func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.ControllerExpandVolumeRequest) (
 	*csi.ControllerExpandVolumeResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	if req.GetVolumeId() == "" || req.GetCapacityRange() == nil {
 		return nil, api.Errorf(api.Invalid, "expanding needs a volume and a capacity range")

@@ -29,8 +29,7 @@ const annotationName = "drover.io/csi-name"
 
 const (
 	waitDefault = 2 * time.Minute // for callers that set no deadline
-	waitMargin  = 300 * time.Millisecond
-	nameLimit   = 128 // bytes of a name, as CSI limits strings
+	nameLimit   = 128             // bytes of a name, as CSI limits strings
 )
 
 // Server answers the Controller RPCs.
@@ -72,17 +71,6 @@ func (s *Server) ControllerGetCapabilities(context.Context, *csi.ControllerGetCa
 			Type: &csi.ControllerServiceCapability_Rpc{Rpc: &csi.ControllerServiceCapability_RPC{Type: t}}})
 	}
 	return res, nil
-}
-
-// boundWait ends a wait a little before the caller gives up, so that the caller reads why instead of a bare time-out.
-func boundWait(ctx context.Context) (context.Context, context.CancelFunc) {
-	if d, ok := ctx.Deadline(); ok {
-		if time.Until(d) > 2*waitMargin {
-			d = d.Add(-waitMargin)
-		}
-		return context.WithDeadline(ctx, d)
-	}
-	return context.WithTimeout(ctx, waitDefault)
 }
 
 // objectName is the name of the object for a name given by a user: the same name where it is safe as an object's

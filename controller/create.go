@@ -20,7 +20,7 @@ import (
 // CreateVolume creates the Volume, or verifies that an existing Volume of the name is the same wish, and waits until
 // the bytes have a place. CreateVolume first creates a missing backing image, from the parameters.
 func (s *Server) CreateVolume(ctx context.Context, req *csi.CreateVolumeRequest) (*csi.CreateVolumeResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	w, err := parseRequest(req)
 	if err != nil {
@@ -372,7 +372,7 @@ func strictNodes(vol *api.Volume, reps []api.Replica) (nodes []string) {
 
 // DeleteVolume removes a volume without attachments, and waits until the volume is gone.
 func (s *Server) DeleteVolume(ctx context.Context, req *csi.DeleteVolumeRequest) (*csi.DeleteVolumeResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	vol, err := s.readVolume(ctx, req.GetVolumeId())
 	if api.Is(err, api.NotFound) {

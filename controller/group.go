@@ -30,7 +30,7 @@ func (s *Server) GroupControllerGetCapabilities(context.Context, *csi.GroupContr
 // volumes, and waits until all snapshots of the group can be used.
 func (s *Server) CreateVolumeGroupSnapshot(ctx context.Context, req *csi.CreateVolumeGroupSnapshotRequest) (
 	*csi.CreateVolumeGroupSnapshotResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	if err := checkName(req.GetName()); err != nil {
 		return nil, err
@@ -193,7 +193,7 @@ func (s *Server) GetVolumeGroupSnapshot(ctx context.Context, req *csi.GetVolumeG
 // nothing is no error.
 func (s *Server) DeleteVolumeGroupSnapshot(ctx context.Context, req *csi.DeleteVolumeGroupSnapshotRequest) (
 	*csi.DeleteVolumeGroupSnapshotResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	g, err := s.readGroup(ctx, req.GetGroupSnapshotId())
 	if api.Is(err, api.NotFound) {

@@ -29,7 +29,7 @@ func (s *Server) readAttachment(ctx context.Context, volume string) (*api.Attach
 // ControllerPublishVolume asks for the volume's device on a node and waits until the device exists.
 func (s *Server) ControllerPublishVolume(ctx context.Context, req *csi.ControllerPublishVolumeRequest) (
 	*csi.ControllerPublishVolumeResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	if req.GetVolumeId() == "" || req.GetNodeId() == "" || req.GetVolumeCapability() == nil {
 		return nil, api.Errorf(api.Invalid, "publishing needs a volume, a node and a volume capability")
@@ -180,7 +180,7 @@ func (s *Server) checkAttachLimit(ctx context.Context, node string) error {
 // ControllerUnpublishVolume gives the device up and waits until the device is gone.
 func (s *Server) ControllerUnpublishVolume(ctx context.Context, req *csi.ControllerUnpublishVolumeRequest) (
 	*csi.ControllerUnpublishVolumeResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	if req.GetVolumeId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")

@@ -86,7 +86,7 @@ func (s *Server) readSnapshot(ctx context.Context, id string) (*api.Snapshot, er
 // waits until the snapshot can be used.
 func (s *Server) CreateSnapshot(ctx context.Context, req *csi.CreateSnapshotRequest) (
 	*csi.CreateSnapshotResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	if err := checkName(req.GetName()); err != nil {
 		return nil, err
@@ -220,7 +220,7 @@ func snapshotInCSI(snap *api.Snapshot) *csi.Snapshot {
 // DeleteSnapshot removes a snapshot and waits until the snapshot is gone. An id of nothing is no error.
 func (s *Server) DeleteSnapshot(ctx context.Context, req *csi.DeleteSnapshotRequest) (
 	*csi.DeleteSnapshotResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	if req.GetSnapshotId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no snapshot")

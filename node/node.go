@@ -26,10 +26,7 @@ import (
 	"drover.io/drover/block/semaphore"
 )
 
-const (
-	waitDefault = time.Minute // for callers that set no deadline
-	waitMargin  = 300 * time.Millisecond
-)
+const waitDefault = time.Minute // for callers that set no deadline
 
 // Server answers the Node RPCs.
 type Server struct {
@@ -86,17 +83,6 @@ func (s *Server) NodeGetInfo(ctx context.Context, _ *csi.NodeGetInfoRequest) (*c
 		MaxVolumesPerNode:  n,
 		AccessibleTopology: &csi.Topology{Segments: map[string]string{api.TopologyNode: s.name}},
 	}, nil
-}
-
-// boundWait ends a wait a little before the caller gives up, so that the caller reads why instead of a bare time-out.
-func boundWait(ctx context.Context) (context.Context, context.CancelFunc) {
-	if d, ok := ctx.Deadline(); ok {
-		if time.Until(d) > 2*waitMargin {
-			d = d.Add(-waitMargin)
-		}
-		return context.WithDeadline(ctx, d)
-	}
-	return context.WithTimeout(ctx, waitDefault)
 }
 
 // lockVolume waits until no other call works on the volume. Two at once could make two file systems.

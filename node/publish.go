@@ -12,12 +12,13 @@ import (
 	"github.com/moby/sys/mountinfo"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
 )
 
 // NodePublishVolume shows a staged volume at a workload's path, by a bind mount of the file system or of the device.
 func (s *Server) NodePublishVolume(ctx context.Context, req *csi.NodePublishVolumeRequest) (
 	*csi.NodePublishVolumeResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	if req.GetVolumeId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")
@@ -151,7 +152,7 @@ func publishBlock(vol *api.Volume, att *api.Attachment, d device, req *csi.NodeP
 // NodeUnpublishVolume unmounts the target path and removes the path. A missing path is no error.
 func (s *Server) NodeUnpublishVolume(ctx context.Context, req *csi.NodeUnpublishVolumeRequest) (
 	*csi.NodeUnpublishVolumeResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	if req.GetVolumeId() == "" {
 		return nil, api.Errorf(api.Invalid, "the request names no volume")

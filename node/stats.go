@@ -65,7 +65,7 @@ func (s *Server) findMount(ctx context.Context, id, path string) (*place, error)
 // NodeGetVolumeStats tells the bytes and inodes of a file system, or the bytes of a block volume.
 func (s *Server) NodeGetVolumeStats(ctx context.Context, req *csi.NodeGetVolumeStatsRequest) (
 	*csi.NodeGetVolumeStatsResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	if req.GetVolumeId() == "" || req.GetVolumePath() == "" {
 		return nil, api.Errorf(api.Invalid, "statistics need a volume and its path")
@@ -99,7 +99,7 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, req *csi.NodeGetVolumeS
 // NodeExpandVolume grows the file system to the device, once the device has the size.
 func (s *Server) NodeExpandVolume(ctx context.Context, req *csi.NodeExpandVolumeRequest) (
 	*csi.NodeExpandVolumeResponse, error) {
-	ctx, cancel := boundWait(ctx)
+	ctx, cancel := await.Bound(ctx, waitDefault)
 	defer cancel()
 	if req.GetVolumeId() == "" || req.GetVolumePath() == "" {
 		return nil, api.Errorf(api.Invalid, "expanding needs a volume and its path")

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -17,6 +18,21 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 )
+
+// margin is what Bound leaves the caller of a deadline.
+const margin = 300 * time.Millisecond
+
+// Bound ends a wait a little before the caller's deadline, so that the caller reads why instead of a bare time-out; a
+// caller without a deadline gets limit.
+func Bound(ctx context.Context, limit time.Duration) (context.Context, context.CancelFunc) {
+	if d, ok := ctx.Deadline(); ok {
+		if time.Until(d) > 2*margin {
+			d = d.Add(-margin)
+		}
+		return context.WithDeadline(ctx, d)
+	}
+	return context.WithTimeout(ctx, limit)
+}
 
 // Until returns the first version of the named object for which done returns true, or done's error. An object that
 // does not exist, or is deleted meanwhile, is the client's NotFound.

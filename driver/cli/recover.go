@@ -172,28 +172,21 @@ func reportRemaining(cmd *cobra.Command, all []Finding, o RecoverOptions) error 
 	say := func(format string, args ...any) { fmt.Fprintf(cmd.ErrOrStderr(), format+"\n", args...) }
 	switch {
 	case todo > 0 && !o.Apply:
-		say("Nothing was changed. With --yes the command makes %s.", countText(todo, "change"))
+		say("Nothing was changed. With --yes the command makes %s.", api.CountText(todo, "change"))
 	case todo > 0:
-		say("%s made. Settings, tags and schedules are not on disks: see to them by hand.", countText(todo, "change"))
+		say("%s made. Settings, tags and schedules are not on disks: see to them by hand.", api.CountText(todo, "change"))
 	case len(skipped) == 0 && behind == 0:
 		say("Disks and API agree: nothing to do.")
 	}
 	if behind > 0 {
-		say("The API went back in time: %s cannot be attached before --raise-epochs.", countText(behind, "volume"))
+		say("The API went back in time: %s cannot be attached before --raise-epochs.", api.CountText(behind, "volume"))
 	}
 	switch {
 	case len(skipped) > 0:
-		return api.Errorf(api.Exists, "%s skipped, a person must decide: %s", countText(len(skipped), "thing"),
+		return api.Errorf(api.Exists, "%s skipped, a person must decide: %s", api.CountText(len(skipped), "thing"),
 			strings.Join(skipped, ", "))
 	case behind > 0 && o.Apply:
-		return api.Errorf(api.Exists, "%s behind: repeat with --raise-epochs", countText(behind, "volume"))
+		return api.Errorf(api.Exists, "%s behind: repeat with --raise-epochs", api.CountText(behind, "volume"))
 	}
 	return nil
-}
-
-func countText(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -457,13 +456,6 @@ func explainNoDisk(img *api.BackingImage, v *clusterView) string {
 		why = append(why, "room for "+api.SizeText(n))
 	}
 	why = append(why, "ready and schedulable")
-	return fmt.Sprintf("none of the %s left suits: it must have: %s", countText(len(v.disks), "disk"),
+	return fmt.Sprintf("none of the %s left suits: it must have: %s", api.CountText(len(v.disks), "disk"),
 		strings.Join(why, "; "))
-}
-
-func countText(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return strconv.Itoa(n) + " " + what + "s"
 }

@@ -190,7 +190,7 @@ func usersText(users []string) string {
 	if len(users) == 1 {
 		return "a volume uses"
 	}
-	return countText(len(users), "volume") + " use"
+	return api.CountText(len(users), "volume") + " use"
 }
 
 // listSome lists a few names, so that a message stays short.

@@ -178,7 +178,7 @@ func decodeMeta(b []byte, _ none, l limits) (stack.Meta, error) {
 	if m.Size <= 0 || m.Size > api.MaxVolumeSize || m.Epoch < 0 || m.Incarnation < 0 {
 		return stack.Meta{}, api.Errorf(api.Corrupt, "size %d, session %d.%d", m.Size, m.Epoch, m.Incarnation)
 	}
-	ids := append(append([]string{m.UID}, m.Members...), m.All()...)
+	ids := append(append([]string{m.UID}, m.Members...), m.AllLayers()...)
 	for _, s := range m.Snapshots {
 		if err := checkSnapshot(s); err != nil {
 			return stack.Meta{}, err

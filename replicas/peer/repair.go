@@ -13,7 +13,7 @@ func (b *Backend) Broken(context.Context) ([]stack.Broken, error) { return b.Rep
 
 // Repair repairs a chunk of a layer with the content of another replica; nil: no replica has the content.
 func (b *Backend) Repair(_ context.Context, layer string, off int64, right []byte) error {
-	if !slices.Contains(b.Meta().All(), layer) {
+	if !slices.Contains(b.Meta().AllLayers(), layer) {
 		return api.Errorf(api.NotFound, "the replica has no layer %s", layer) // merged meanwhile
 	}
 	if len(right) == 0 {

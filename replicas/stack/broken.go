@@ -25,7 +25,7 @@ const mostBroken = 256
 func (r *Replica) Broken() []Broken {
 	m, d := r.Meta(), r.disk
 	var all []Broken
-	for _, uid := range m.allLayers() {
+	for _, uid := range m.AllLayers() {
 		rec, err := d.Record(uid)
 		if err != nil {
 			continue // it is not finished, or on another disk

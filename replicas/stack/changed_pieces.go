@@ -59,7 +59,7 @@ func (r *Replica) ChangedPieces(ctx context.Context, from, to string, base []str
 	if piece <= 0 || piece%blockSize != 0 || (m.Size-1)/piece >= maxPieces {
 		return nil, r.nameError(api.Errorf(api.Invalid, "pieces of %d bytes", piece))
 	}
-	own := m.allLayers()
+	own := m.AllLayers()
 	for _, uid := range base {
 		if !slices.Contains(own, uid) {
 			return nil, r.nameError(api.Errorf(api.NotFound, "layer %q is none of its layers", uid))

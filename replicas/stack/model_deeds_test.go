@@ -500,7 +500,7 @@ func (w *model) layers(v *mvol, finished bool) ([]string, error) {
 		return nil, err
 	}
 	var list []string
-	for _, uid := range m.allLayers() {
+	for _, uid := range m.AllLayers() {
 		if is, err := w.d.Exists(w.d.Join(layer.Dir, uid, layer.LayerFile)); err != nil {
 			return nil, err
 		} else if is == finished {

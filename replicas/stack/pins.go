@@ -61,7 +61,7 @@ func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin,
 	if err != nil {
 		return p, err
 	}
-	if p.Layers = m.allLayers(); snapshot != "" {
+	if p.Layers = m.AllLayers(); snapshot != "" {
 		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
 		if i < 0 {
 			return p, api.Errorf(api.NotFound, "snapshot %s does not exist", snapshot)
@@ -237,7 +237,7 @@ func (d *Disk) Lacking(replica string) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	return d.LackingOf(m.allLayers())
+	return d.LackingOf(m.AllLayers())
 }
 
 // Drop removes a layer without a reference, finished or half made, after the end of its copy. No such layer is no
@@ -281,7 +281,7 @@ func (d *Disk) Space(replica string) (used, shared int64, err error) {
 	if err != nil {
 		return 0, 0, err
 	}
-	others, err := d.referencedByOthers(m.allLayers(), replica)
+	others, err := d.referencedByOthers(m.AllLayers(), replica)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -295,7 +295,7 @@ func (d *Disk) Space(replica string) (used, shared int64, err error) {
 	if used, err = size(d.Join(replicaDir, replica, m.Head+dataSuffix)); err != nil {
 		return 0, 0, err
 	}
-	for _, uid := range m.allLayers() {
+	for _, uid := range m.AllLayers() {
 		n, err := size(d.Join(layer.Dir, uid, layer.DataFile))
 		if err != nil {
 			return 0, 0, err

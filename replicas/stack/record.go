@@ -211,7 +211,7 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	remote, err := d.RemoteSizes(m.allLayers()) // without the lock: other disks may hang
+	remote, err := d.RemoteSizes(m.AllLayers()) // without the lock: other disks may hang
 	if err != nil {
 		return err
 	}
@@ -230,7 +230,7 @@ func (d *Disk) CreateReplica(ctx context.Context, s Spec) (err error) {
 	if !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	for _, uid := range m.allLayers() {
+	for _, uid := range m.AllLayers() {
 		size, err := d.SizeOf(uid)
 		if n, is := remote[uid]; is && api.Is(err, api.NotFound) {
 			size, err = n, nil

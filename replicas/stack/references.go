@@ -266,7 +266,7 @@ func (d *Disk) replicaReference(uid string) (reference, error) {
 			err = api.Errorf(api.Corrupt, "replica %s holds data, but its %s is missing", uid, stackFile)
 		}
 	}
-	return reference{replica: uid, volume: m.Volume, layers: m.allLayers()}, err
+	return reference{replica: uid, volume: m.Volume, layers: m.AllLayers()}, err
 }
 
 func (d *Disk) pinReference(uid string) (reference, error) {

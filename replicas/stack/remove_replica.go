@@ -50,7 +50,7 @@ func (d *Disk) TakeReplica(uid string) (mergeable bool, err error) {
 	if err := d.toTrash(replicaDir, gonePrefix, uid); err != nil {
 		return true, err
 	}
-	layers := m.allLayers()
+	layers := m.AllLayers()
 	if m.Merge != nil { // its result may be half made
 		layers = append(layers, m.Merge.Result)
 	}

@@ -40,17 +40,14 @@ func (m Meta) Chain(layer string) ([]string, error) {
 	}
 }
 
-// allLayers returns the layers of the stack and of its branches.
-func (m Meta) allLayers() []string {
+// AllLayers returns the layers of the stack and of its branches.
+func (m Meta) AllLayers() []string {
 	list := slices.Clone(m.Layers)
 	for _, b := range m.Branches {
 		list = append(list, b.Layer)
 	}
 	return list
 }
-
-// All returns the layers of the stack and of its branches.
-func (m Meta) All() []string { return m.allLayers() }
 
 // pruneBranches removes branches that no snapshot and no merge in progress needs, and returns their layers.
 func (m *Meta) pruneBranches() (gone []string) {

@@ -88,7 +88,7 @@ func unfinishedError(disk *stack.Disk, uid string, failed map[string]error) erro
 	if err != nil {
 		return nil // the merge itself reports the error
 	}
-	for _, layer := range m.All() {
+	for _, layer := range m.AllLayers() {
 		if err := failed[layer]; err != nil {
 			return fmt.Errorf("layer %s has no digests yet: %w", layer, err)
 		}
@@ -107,7 +107,7 @@ func (w *MergeWorker) markFailedDue(disk *stack.Disk, failed map[string]error) {
 		w.log.Warn("some replicas cannot be read", "disk", disk.Path(), "err", err)
 	}
 	for _, m := range all {
-		if slices.ContainsFunc(m.All(), func(l string) bool { return failed[l] != nil }) {
+		if slices.ContainsFunc(m.AllLayers(), func(l string) bool { return failed[l] != nil }) {
 			w.Due(disk, m.UID, m.Volume)
 		}
 	}

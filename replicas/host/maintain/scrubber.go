@@ -158,7 +158,7 @@ func (s *Scrubber) copyDamage(r *api.Replica, disk *stack.Disk) {
 	s.known[r.Spec.UID] = true // before the look: a read that finds damage meanwhile wakes the replica again
 	s.mu.Unlock()
 	var damage []api.LayerDamage
-	for _, uid := range m.All() {
+	for _, uid := range m.AllLayers() {
 		damage = addDamage(damage, uid, disk.Damaged(uid))
 	}
 	if slices.Equal(damage, r.Status.Damage) {
@@ -205,7 +205,7 @@ func (s *Scrubber) Damaged(disk *stack.Disk, layer string) {
 		if string(r.Spec.Disk) != disk.UID() {
 			continue
 		}
-		if m, err := disk.Stack(string(r.Spec.UID)); err != nil || !slices.Contains(m.All(), layer) {
+		if m, err := disk.Stack(string(r.Spec.UID)); err != nil || !slices.Contains(m.AllLayers(), layer) {
 			continue
 		}
 		s.mu.Lock()
@@ -333,7 +333,7 @@ func (s *Scrubber) scrubReplica(ctx context.Context, disk *stack.Disk, task scru
 	}
 	f := scrubFound{ask: task.ask}
 	began, compared := time.Now(), 0
-	for _, uid := range m.All() {
+	for _, uid := range m.AllLayers() {
 		key := disk.UID() + "/" + uid
 		s.mu.Lock()
 		last := s.seen[key]
@@ -366,7 +366,7 @@ func (s *Scrubber) scrubReplica(ctx context.Context, disk *stack.Disk, task scru
 		f.damage = addDamage(f.damage, uid, list)
 	}
 	f.at = time.Now()
-	s.log.Info("layers compared with their digests", "volume", m.Volume, "layers", len(m.All()), "compared", compared,
+	s.log.Info("layers compared with their digests", "volume", m.Volume, "layers", len(m.AllLayers()), "compared", compared,
 		"damaged", len(f.damage), "took", time.Since(began).Round(time.Millisecond))
 	return f, nil
 }
