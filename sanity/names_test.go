@@ -57,7 +57,7 @@ func sameNames(t *testing.T, file string, least int, names map[string]bool) {
 	}
 }
 
-var flagWords = regexp.MustCompile(`^ +(?:-([a-z]), +)?--([a-z-]+)(?: ([a-zA-Z]+))?(?:  |$)`)
+var flagWords = regexp.MustCompile(`^ +(?:-([a-z]), +)?--([a-z-]+)(?:\[=true\|false\])?(?: ([a-zA-Z]+))?(?:  |$)`)
 
 // TestNamesOfCommands: commands, their aliases, and flags with their letter and type.
 func TestNamesOfCommands(t *testing.T) {
