@@ -76,13 +76,14 @@ func (p *prose) add(text string) {
 	p.banned += len(proseBanned.FindAllString(text, -1))
 }
 
-// addFile measures the comments of a Go file, its messages and the openings of its errors. The text of the file is src,
-// or with nil what path holds.
+// addFile measures the comments of a Go file, its messages and the openings of its errors, of a test the comments
+// alone. The text of the file is src, or with nil what path holds.
 func (p *prose) addFile(t *testing.T, path string, src any) {
 	f, err := parser.ParseFile(token.NewFileSet(), path, src, parser.ParseComments|parser.SkipObjectResolution)
 	must(t, err)
-	for _, group := range f.Comments {
-		p.add(group.Text())
+	p.addComments(f)
+	if strings.HasSuffix(path, "_test.go") {
+		return
 	}
 	p.addMessages(f)
 	ast.Inspect(f, func(n ast.Node) bool {
@@ -102,6 +103,12 @@ func (p *prose) addFile(t *testing.T, path string, src any) {
 		}
 		return true
 	})
+}
+
+func (p *prose) addComments(f *ast.File) {
+	for _, group := range f.Comments {
+		p.add(group.Text())
+	}
 }
 
 // addMessages counts the banned phrases and openings in the string literals of a file that have several words. Literals
@@ -154,7 +161,7 @@ func calledName(call *ast.CallExpr) string {
 	return ""
 }
 
-// measureProse measures every package by its folder, tests excepted, and every document by its path.
+// measureProse measures every package by its folder, its tests by the folder and "_test", and every document by its path.
 func measureProse(t *testing.T) map[string]*prose {
 	all := map[string]*prose{}
 	must(t, filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
@@ -164,11 +171,13 @@ func measureProse(t *testing.T) map[string]*prose {
 			return err
 		case d.IsDir() && (name == ".git" || name == "bin" || name == "testdata"):
 			return filepath.SkipDir
-		case d.IsDir() || !strings.HasSuffix(name, ".go"), strings.HasSuffix(name, "_test.go"),
-			strings.HasPrefix(name, "zz_generated"):
+		case d.IsDir() || !strings.HasSuffix(name, ".go"), strings.HasPrefix(name, "zz_generated"):
 			return nil
 		}
 		dir := strings.TrimPrefix(filepath.Dir(path), "../")
+		if strings.HasSuffix(name, "_test.go") {
+			dir += "_test"
+		}
 		if all[dir] == nil {
 			all[dir] = &prose{}
 		}
