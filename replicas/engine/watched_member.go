@@ -340,7 +340,15 @@ func (m *WatchedMember) Close() error {
 	return api.Errorf(api.Unavailable, "replica %s was abandoned: its end is not marked clean", m.o.Replica)
 }
 
-// closeWhenIdle closes the replica as soon as it is idle, and waits for the end no longer than for a call.
+// hasRequests reports whether requests are in progress.
+func (m *WatchedMember) hasRequests() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.head != nil
+}
+
+// closeWhenIdle closes the replica as soon as it is idle, and waits for the end no longer than for a call. Then
+// closeWhenIdle abandons a member with requests, so that no operation waits for a dropped member.
 func (m *WatchedMember) closeWhenIdle(quiet <-chan struct{}) error {
 	w, replica := m.watch, m.o.Replica
 	shut := make(chan error, 1)
@@ -359,6 +367,9 @@ func (m *WatchedMember) closeWhenIdle(quiet <-chan struct{}) error {
 		return err
 	case <-m.alive.Done(): // the member stalled meanwhile
 	case <-late.C:
+		if m.hasRequests() { // after Close the Watch checks the member no more
+			m.abandon(api.Errorf(api.Unavailable, "replica %s: no answer for %v", replica, m.o.Timeout().Max))
+		}
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
