@@ -75,8 +75,8 @@ func (e *Engine) continuesWithout(ctx context.Context, m Member, why error) (is 
 	return err == nil && is
 }
 
-// expandReplica expands a joining replica to the volume's size. The replica may be longer, by an expansion that others
-// did not follow: no reader sees more than the volume's size.
+// expandReplica expands a joining replica to the volume's size. The replica may be longer: by an expansion that others
+// did not follow, or because a user salvaged the volume with a shorter replica.
 func (r *joinRun) expandReplica(ctx context.Context) error {
 	size, err := r.e.volumeSize(ctx)
 	if err != nil {
@@ -84,6 +84,33 @@ func (r *joinRun) expandReplica(ctx context.Context) error {
 	}
 	if err := r.dst.Expand(ctx, size); !api.Is(err, api.OutOfRange) {
 		return err
+	}
+	return nil
+}
+
+// tailPiece is how much of a longer replica one request clears.
+const tailPiece = int64(1) << 30
+
+// clearTail makes a joining replica zero beyond the volume's size: a later expansion of the volume gives the members
+// zeros there. The replica gets no guest write before.
+func (r *joinRun) clearTail(ctx context.Context) error {
+	x, ok := r.dst.(Cutter)
+	if !ok {
+		return nil
+	}
+	size, err := r.e.volumeSize(ctx)
+	if err != nil {
+		return err
+	}
+	m, err := x.State(ctx)
+	if err != nil {
+		return err
+	}
+	for off := size; off < m.Size; off += tailPiece {
+		q := &block.Request{Op: block.OpZero, Off: off, Len: min(tailPiece, m.Size-off)}
+		if err := submitAndWait(ctx, r.e.cfg.Loop, r.dst, q); err != nil {
+			return err
+		}
 	}
 	return nil
 }

@@ -208,6 +208,9 @@ func (r *joinRun) prepareReplica(ctx context.Context) error {
 	if err := r.dst.Track(ctx, true); err != nil {
 		return err
 	}
+	if err := r.clearTail(ctx); err != nil {
+		return fmt.Errorf("replica %s cannot be rebuilt: %w", r.n.Name, err)
+	}
 	if err := r.copySnapshots(ctx); err != nil {
 		return fmt.Errorf("replica %s cannot be rebuilt: %w", r.n.Name, err)
 	}
