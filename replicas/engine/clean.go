@@ -142,7 +142,9 @@ func (e *Engine) mirrorsOf(ctx context.Context, who set) (all []Mirror) {
 // closeTime bounds the work at a detach for the next attach.
 const closeTime = 10 * time.Second
 
-// cleanAllRegions takes all intents away when everything is flushed and nothing more will come.
+// cleanAllRegions takes all intents away when everything is flushed and nothing more will come. A resumed engine leaves
+// the intents of the process before to the next attach: the kernel may not have sent again what this process left
+// unanswered.
 func (c *cleaner) cleanAllRegions() {
 	e := c.e
 	ctx, cancel := context.WithTimeout(context.Background(), closeTime)
@@ -151,7 +153,7 @@ func (c *cleaner) cleanAllRegions() {
 	var epoch, size int64
 	ok := false
 	if e.runOnLoop(ctx, func() {
-		ok = e.membersComplete() && c.whole.Load()
+		ok = e.membersComplete() && c.whole.Load() && !e.resumed
 		members, epoch, size = e.members, e.epoch, e.size
 	}) != nil || !ok {
 		return

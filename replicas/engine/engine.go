@@ -104,6 +104,7 @@ type Engine struct {
 	drops     sync.WaitGroup
 	dropped   []error                  // why, by member
 	unreached []string                 // names of the members without which the engine began
+	resumed   bool                     // several members serve as the process before left them
 	gone      set                      // members that the engine has closed
 	spare     set                      // closed members without an operation in progress: free places. Loop thread
 	leaving   map[string]chan struct{} // dropped members, by name: closed at the end of its close. Loop thread
@@ -190,7 +191,7 @@ func Open(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e := &Engine{
 		cfg: cfg, base: time.Now(), size: cfg.Size, epoch: cfg.Epoch,
-		members: set(1)<<n - 1, dropped: why, suspect: missing, missing: missing,
+		members: set(1)<<n - 1, dropped: why, suspect: missing, missing: missing, resumed: n > 1 && !cfg.Resync,
 		joins: map[int]*join{}, gens: generations{{}}, leaving: map[string]chan struct{}{},
 	}
 	e.ranges.e, e.room.e, e.gate.e, e.stalled.e, e.fetches.e = e, e, e, e, e
