@@ -35,6 +35,7 @@ type served struct {
 	work     *sync.Cond
 	out      []outgoing
 	sessions map[uint32]*session
+	opening  map[uint32]bool // sessions that are being opened; true: the engine gave the session up meanwhile
 	free     []*incoming
 	err      error
 	calls    sync.WaitGroup
@@ -227,6 +228,9 @@ func (c *served) readFrames(r *bufio.Reader) error {
 				c.mu.Lock()
 				c.calling++
 				c.args += int64(len(b))
+				if h.kind == kindOpen {
+					c.opening[h.session] = false
+				}
 				c.mu.Unlock()
 				c.calls.Add(1)
 				go func(h header) { // captured, each header would be allocated
@@ -463,6 +467,9 @@ func (c *served) answerControl(h header, b []byte) {
 	}
 	o.call = true
 	c.mu.Lock()
+	if h.kind == kindOpen {
+		delete(c.opening, h.session)
+	}
 	c.calling--
 	c.args -= int64(len(b))
 	c.answers += int64(len(o.payload))
@@ -472,13 +479,7 @@ func (c *served) answerControl(h header, b []byte) {
 }
 
 func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
-	c.mu.Lock()
-	x := c.sessions[h.session]
-	var failed error
-	if x != nil {
-		failed = x.failed
-	}
-	c.mu.Unlock()
+	x, failed := c.findSession(h)
 	if failed != nil {
 		switch h.kind {
 		case kindClose:

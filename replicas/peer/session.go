@@ -109,6 +109,7 @@ func (m *Member) openSession(ctx context.Context, was error) error {
 	c.subscribeMember(session, m)
 	var info Info
 	err = m.callControl(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info)
+	opened := err == nil
 	if err == nil {
 		err = m.callControl(ctx, c, session, kindAdopt, want, nil)
 	}
@@ -116,7 +117,7 @@ func (m *Member) openSession(ctx context.Context, was error) error {
 		err = m.callOnce(ctx, c, session, trackCall.name, onArgs{true})
 	}
 	if err != nil {
-		c.unsubscribeSession(session)
+		m.giveSessionUp(ctx, c, session, opened)
 		return m.handleRefusal(err)
 	}
 	m.mu.Lock()
@@ -148,6 +149,17 @@ func (m *Member) openSession(ctx context.Context, was error) error {
 		return m.nameError(api.Errorf(api.Unavailable, "the connection broke: %w", c.cause()))
 	}
 	return nil
+}
+
+// giveSessionUp ends a session that did not begin: the server may have opened the replica, or may do so yet, and would
+// keep the replica open as long as the connection lives. An older server breaks the connection at the end of a session
+// that it does not know.
+func (m *Member) giveSessionUp(ctx context.Context, c *conn, session uint32, opened bool) {
+	if opened || ctx.Err() != nil && c.version >= notFetchedSince {
+		m.endSession(c, session)
+		return
+	}
+	c.unsubscribeSession(session)
 }
 
 // endSession ends a session at the server, if the connection lives, and does not wait for the answer.
@@ -220,6 +232,7 @@ func (m *Member) Probe(ctx context.Context) (Info, string, error) {
 	session := m.d.session
 	m.d.mu.Unlock()
 	if err := m.callControl(ctx, c, session, kindOpen, openRequest{m.o.Replica, m.o.Volume}, &info); err != nil {
+		m.giveSessionUp(ctx, c, session, false)
 		return info, "", m.nameError(err)
 	}
 	m.endSession(c, session)

@@ -51,6 +51,20 @@ func (c *served) roomForSession() error {
 	return nil
 }
 
+// findSession returns the session of a control frame, and why the server refuses its frames. If the frame ends a session
+// that is being opened, the session ends when it is open.
+func (c *served) findSession(h *header) (x *session, refused error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if x = c.sessions[h.session]; x != nil {
+		return x, x.failed
+	}
+	if _, opens := c.opening[h.session]; opens && h.kind == kindClose {
+		c.opening[h.session] = true
+	}
+	return nil, nil
+}
+
 // addSession adds an opened session, and removes the oldest sessions of the connection with the same replica: an engine
 // sends no notice of abandoned sessions.
 func (c *served) addSession(x *session) error {
@@ -67,6 +81,9 @@ func (c *served) addSession(x *session) error {
 	case c.err != nil:
 		extra = []*session{x}
 		return c.err
+	case c.opening[x.id]:
+		extra = []*session{x}
+		return api.Errorf(api.Unavailable, "the engine has given session %d up", x.id)
 	case c.sessions[x.id] != nil:
 		extra = []*session{x}
 		return api.Errorf(api.Invalid, "session %d is open already", x.id)
