@@ -82,11 +82,22 @@ feed:
 	close(pieces)
 	all.Wait()
 	for m := range c.read {
-		if err := m.(Cutter).SnapEnd(ctx); err != nil && work.Err() == nil {
+		if err := endSnapshot(ctx, m.(Cutter)); err != nil && work.Err() == nil {
 			fail(err)
 		}
 	}
 	return c.p, context.Cause(work)
+}
+
+// snapEndTime bounds how long endSnapshot waits for a member.
+const snapEndTime = 3 * time.Second
+
+// endSnapshot closes the snapshot that a member has open for the engine, also after the end of ctx: until then the
+// member merges no layer of the snapshot.
+func endSnapshot(ctx context.Context, m Cutter) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), snapEndTime)
+	defer cancel()
+	return m.SnapEnd(ctx)
 }
 
 // copyInTurn copies one piece in its turn.

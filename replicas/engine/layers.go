@@ -244,7 +244,7 @@ func (e *Engine) Compare(ctx context.Context, uid string, bytesPerSecond int64) 
 	}
 	defer func() {
 		for _, x := range all {
-			_ = x.SnapEnd(ctx) // else with the session
+			_ = endSnapshot(ctx, x) // else with the session
 		}
 	}()
 	c := copier{e: e, polite: true, o: JoinOptions{BytesPerSecond: bytesPerSecond}, began: time.Now()}

@@ -72,7 +72,7 @@ func (r *repairRun) repairMember(ctx context.Context, bytesPerSecond int64) (did
 	r.used = map[Cutter]bool{}
 	defer func() {
 		for x := range r.used {
-			_ = x.SnapEnd(ctx) // else with the session
+			_ = endSnapshot(ctx, x) // else with the session
 		}
 	}()
 	for {
