@@ -67,7 +67,7 @@ func (e *Engine) Sizes(ctx context.Context) (map[string]stack.LayerSize, error) 
 }
 
 // DropSnapshot removes a snapshot from every member. After an error some members may have the snapshot; the next engine
-// removes it, or a repeated call.
+// removes it, or a repeated call. The error is of kind busy while the drop of a member is not decided.
 func (e *Engine) DropSnapshot(ctx context.Context, uid string) error {
 	return e.onEachMember(ctx, true, func(ctx context.Context, x Cutter) error { return x.Forget(ctx, uid) })
 }
@@ -90,6 +90,9 @@ func (e *Engine) onEachMember(ctx context.Context, joiners bool, fn func(context
 			refused = api.Errorf(api.Unavailable, "the engine is ending")
 		case e.cutting:
 			refused = api.Errorf(api.Busy, "the engine is taking a snapshot; try again")
+		case joiners && e.members&e.suspect != 0: // a suspect may serve again: to vouch when the others have failed
+			refused = api.Errorf(api.Busy, "replica %s does not answer, and is a member until it was dropped: try again",
+				e.cfg.Members[(e.members&e.suspect).first()].Name)
 		default:
 			e.cutting = true
 			c.list, c.who = e.cfg.Members, (e.members|e.joining)&^e.suspect
