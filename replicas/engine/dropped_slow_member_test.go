@@ -78,8 +78,20 @@ func TestWriteEndsBesideADroppedMemberThatHangs(t *testing.T) {
 		case <-time.After(time.Hour):
 			t.Error("the write is not answered: it waits for a member that the engine dropped an hour ago")
 		}
-		r.close()
-		synctest.Wait()
+		r.shut = true // the Watch closes the member
+		r.l.do(func() {
+			for _, m := range r.m {
+				for m.auto = true; len(m.pending) > 0; {
+					m.next(0)
+				}
+			}
+		})
+		if err := r.e.Close(); err != nil {
+			t.Error(err)
+		}
 		w.Close()
+		if !r.m[0].closed || w.Waits() > 0 {
+			t.Error("the disk has answered, and the replica is not closed")
+		}
 	})
 }

@@ -108,6 +108,7 @@ type Engine struct {
 	gone      set                      // members that the engine has closed
 	spare     set                      // closed members without an operation in progress: free places. Loop thread
 	leaving   map[string]chan struct{} // dropped members, by name: closed at the end of its close. Loop thread
+	revival   revival
 	cleaner   cleaner
 	unequal   unequal
 

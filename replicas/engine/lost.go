@@ -75,7 +75,7 @@ func (e *Engine) findVouchingMember(d *drop) error {
 		}
 		if good != 0 {
 			d.revived = good
-			return nil
+			return e.revival.pauseAfterAnother(e.ctx)
 		}
 		if denied != 0 {
 			if err := e.cfg.confirmDenial(e.ctx, d.epoch, refusal); api.Is(err, api.Denied) {
@@ -97,6 +97,25 @@ func (e *Engine) findVouchingMember(d *drop) error {
 		}
 		wait = min(2*wait, time.Second)
 	}
+}
+
+// revival is the last time that failed members served again. It belongs to the drop in progress.
+type revival struct {
+	at   time.Time
+	wait time.Duration
+}
+
+// pauseAfterAnother waits if failed members served again a moment ago: a member whose disk fails vouches each time, and
+// fails at once again.
+func (v *revival) pauseAfterAnother(ctx context.Context) error {
+	if time.Since(v.at) > 2*time.Second {
+		v.wait = 0
+	} else {
+		v.wait = min(max(2*v.wait, 20*time.Millisecond), time.Second)
+	}
+	err := pause(ctx, v.wait)
+	v.at = time.Now()
+	return err
 }
 
 // reviveMembers sends the waiting operations to members that serve again: failed operations, and operations since.
