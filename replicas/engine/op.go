@@ -336,7 +336,7 @@ func (o *op) takeAnswer(m int, err error) {
 		o.full |= bit(m)
 	}
 	switch j := o.e.joins[m]; {
-	case j != nil:
+	case j != nil && !o.e.joining.has(m):
 		j.err = err
 	case o.sore.has(m) && api.Is(o.err, api.Unavailable): // an unreachable member may have the damaged data
 	default:
