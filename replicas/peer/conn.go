@@ -113,6 +113,9 @@ func dialConn(set *lanes, nc net.Conn, below *records) (*conn, error) {
 		err = json.Unmarshal(b, &answer)
 	}
 	if err == nil && answer.Error != nil {
+	if err == nil {
+		err = answer.validate()
+	}
 		err = answer.Error.toError()
 	}
 	if err == nil {

@@ -219,6 +219,14 @@ type hello struct {
 	Error      *fault `json:"error,omitempty"`
 }
 
+// validate checks the names in a hello: the engine keeps the boot in the device record, which has little room.
+func (h *hello) validate() error {
+	if len(h.Node) > maxName || len(h.Boot) > maxID {
+		return api.Errorf(api.Corrupt, "a hello with a node of %d bytes and a boot of %d", len(h.Node), len(h.Boot))
+	}
+	return nil
+}
+
 // agreeVersion returns the version that both sides speak.
 func (h *hello) agreeVersion() (int, error) {
 	v := min(h.Version, Version)

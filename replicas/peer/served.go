@@ -173,6 +173,9 @@ func (c *served) exchangeHellos() (*bufio.Reader, error) {
 	if err := json.Unmarshal(b, &in); err != nil {
 		return nil, api.Errorf(api.Corrupt, "hello: %w", err)
 	}
+	if err := in.validate(); err != nil {
+		return nil, err
+	}
 	answer := hello{Version: Version, MinVersion: minVersion, Node: c.s.o.Node, Boot: c.s.o.Boot, Credit: connCredit}
 	c.speaks, err = in.agreeVersion()
 	switch {
