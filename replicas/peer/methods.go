@@ -234,8 +234,10 @@ func decodeBroken(b []byte, _ none, l limits) ([]stack.Broken, error) {
 
 // validate checks a replica's description at the begin of a session.
 func (i Info) validate() error {
-	if i.Size < 0 || i.Size > api.MaxVolumeSize || i.Epoch < 0 || i.Joined < 0 || i.Reverted < 0 {
-		return api.Errorf(api.Corrupt, "a replica of %d bytes, in epoch %d", i.Size, i.Epoch)
+	if i.Size < 0 || i.Size > api.MaxVolumeSize || i.Epoch < 0 || i.Joined < 0 || i.Joined > i.Epoch ||
+		i.Reverted < 0 || i.Reverted > i.Epoch {
+		return api.Errorf(api.Corrupt, "a replica of %d bytes, in epoch %d, member in epoch %d, reverted in epoch %d", i.Size,
+			i.Epoch, i.Joined, i.Reverted)
 	}
 	return nil
 }
