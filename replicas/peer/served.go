@@ -89,7 +89,7 @@ func (c *served) dropSession(x *session) {
 func (c *served) dropLocked(x *session) {
 	if c.sessions[x.id] == x {
 		delete(c.sessions, x.id)
-		c.s.sessions.Add(-1)
+		c.s.sessions.remove(c.node, 1)
 	}
 }
 
@@ -122,7 +122,7 @@ func (c *served) serveConnection() {
 	c.mu.Lock()
 	sessions := c.sessions
 	c.sessions = map[uint32]*session{}
-	c.s.sessions.Add(-int64(len(sessions)))
+	c.s.sessions.remove(c.node, len(sessions))
 	c.mu.Unlock()
 	for _, x := range sessions {
 		x.t.removeSession(x)
@@ -506,7 +506,7 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 				return nil, err
 			}
 		}
-		if err := c.roomForSession(); err != nil {
+		if err := c.s.sessions.check(c.node); err != nil {
 			return nil, err
 		}
 		t, err := c.s.openTarget(c.ctx, q.Replica, q.Volume)

@@ -10,7 +10,6 @@ import (
 	"os"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"drover.io/drover/block"
@@ -76,7 +75,7 @@ const (
 
 // Sessions. An engine has one with each replica, and some more during reconnects.
 const (
-	connSessions    = 4 << 10
+	nodeSessions    = 4 << 10 // of one node, on all its connections
 	serverSessions  = 16 << 10
 	replicaSessions = 32 // with one replica, on one connection
 )
@@ -85,7 +84,7 @@ const (
 type Server struct {
 	o        ServerOptions
 	bufs     *buffers
-	sessions atomic.Int64
+	sessions sessionCount
 
 	mu      sync.Mutex
 	ln      *listener.Listener

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"runtime/debug"
 	"slices"
+	"sync"
 
 	"drover.io/drover/api"
 )
@@ -40,13 +41,17 @@ func (c *served) endSession(h *header, panicked any) error {
 	return err
 }
 
-// roomForSession refuses a session where there are too many.
-func (c *served) roomForSession() error {
-	c.mu.Lock()
-	n := len(c.sessions)
-	c.mu.Unlock()
-	if all := c.s.sessions.Load(); n >= connSessions || all >= serverSessions {
-		return api.Errorf(api.Busy, "node %s serves %d sessions, %d of them on this connection: no more", c.s.o.Node, all, n)
+// sessionCount counts the open sessions, so that no node takes the sessions of other nodes. Its lock is taken last.
+type sessionCount struct {
+	mu    sync.Mutex
+	all   int
+	nodes map[string]int
+}
+
+// hasRoom returns an error if a node may open no more sessions. The caller has the lock.
+func (s *sessionCount) hasRoom(node string) error {
+	if n := s.nodes[node]; n >= nodeSessions || s.all >= serverSessions {
+		return api.Errorf(api.Busy, "node %s has %d sessions of %d here: no more", node, n, s.all)
 	}
 	return nil
 }
@@ -63,6 +68,41 @@ func (c *served) findSession(h *header) (x *session, refused error) {
 		c.opening[h.session] = true
 	}
 	return nil, nil
+}
+
+// check returns an error if a node may open no more sessions.
+func (s *sessionCount) check(node string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.hasRoom(node)
+}
+
+// add adds a session of a node.
+func (s *sessionCount) add(node string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err := s.hasRoom(node); err != nil {
+		return err
+	}
+	if s.nodes == nil {
+		s.nodes = map[string]int{}
+	}
+	s.nodes[node]++
+	s.all++
+	return nil
+}
+
+// remove removes sessions of a node.
+func (s *sessionCount) remove(node string, n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if n == 0 {
+		return
+	}
+	s.all -= n
+	if s.nodes[node] -= n; s.nodes[node] == 0 {
+		delete(s.nodes, node)
+	}
 }
 
 // addSession adds an opened session, and removes the oldest sessions of the connection with the same replica: an engine
@@ -98,7 +138,10 @@ func (c *served) addSession(x *session) error {
 	for _, o := range extra {
 		c.dropLocked(o)
 	}
+	if err := c.s.sessions.add(c.node); err != nil {
+		extra = append(extra, x)
+		return err
+	}
 	c.sessions[x.id] = x
-	c.s.sessions.Add(1)
 	return nil
 }

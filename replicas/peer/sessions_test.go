@@ -205,8 +205,13 @@ func TestSessionsAreBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n := served(); n > replicaSessions+1 || int64(n) != f.s.sessions.Load() {
-		t.Errorf("%d sessions with one replica, %d counted", n, f.s.sessions.Load())
+	counted := func() int {
+		f.s.sessions.mu.Lock()
+		defer f.s.sessions.mu.Unlock()
+		return f.s.sessions.all
+	}
+	if n := served(); n > replicaSessions+1 || n != counted() {
+		t.Errorf("%d sessions with one replica, %d counted", n, counted())
 	}
 	if err := writeControl(g.nc, header{kind: kindFlush, session: 1, id: 9}, nil); err != nil {
 		t.Fatal(err)
@@ -221,11 +226,11 @@ func TestSessionsAreBounded(t *testing.T) {
 		if api.Is(err, api.Busy) {
 			break
 		}
-		if err != nil || session > 10000+connSessions {
+		if err != nil || session > 10000+nodeSessions {
 			t.Fatalf("session %d: %v", session, err)
 		}
 	}
-	if n := served(); n != connSessions {
+	if n := served(); n != nodeSessions {
 		t.Errorf("%d sessions", n)
 	}
 	g.say(header{kind: kindClose, session: 10001, id: 7}, struct{}{})
@@ -236,7 +241,7 @@ func TestSessionsAreBounded(t *testing.T) {
 		t.Errorf("there is room again: %v", err)
 	}
 	_ = g.nc.Close()
-	for served() > 0 || f.s.sessions.Load() > 0 {
+	for served() > 0 || counted() > 0 {
 		tick := time.NewTimer(10 * time.Millisecond)
 		<-tick.C
 	}
@@ -285,5 +290,33 @@ func TestCloseOfAnEndedSessionKeepsTheConnection(t *testing.T) {
 	}
 	if err := c.cause(); err != nil {
 		t.Errorf("the connection broke: %v", err)
+	}
+}
+
+// TestNodeLeavesSessionsToOthers: a node opens as many sessions as it can, on several connections: others begin theirs.
+func TestNodeLeavesSessionsToOthers(t *testing.T) {
+	f := newFar(t, testSize, nil)
+	f.stop()
+	withPrompt(f)
+	f.start()
+	opened := 0
+	for range serverSessions / nodeSessions {
+		g := dialGreedy(t, f)
+		g.say(header{kind: kindHello}, hello{Version: Version, MinVersion: minVersion, Node: "greedy"})
+		g.next()
+		for id := range uint32(nodeSessions) {
+			if g.open(id, fmt.Sprint("r-", id/replicaSessions)) == nil {
+				opened++
+			}
+		}
+	}
+	if opened != nodeSessions {
+		t.Errorf("one node opened %d sessions", opened)
+	}
+	d, loop := newDialer(t, f.at), startLoop(t)
+	m := member(t, d, f, loop, nil)
+	adoptAs(t, m, 1, 1)
+	if err := m.Close(); err != nil {
+		t.Error(err)
 	}
 }
