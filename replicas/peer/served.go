@@ -118,7 +118,6 @@ func (c *served) serveConnection() {
 	c.breakConnection(err)
 	c.cancel()
 	<-wrote
-	c.calls.Wait()
 	c.mu.Lock()
 	sessions := c.sessions
 	c.sessions = map[uint32]*session{}
@@ -127,7 +126,8 @@ func (c *served) serveConnection() {
 	for _, x := range sessions {
 		x.t.removeSession(x)
 	}
-	c.mu.Lock() // requests at replicas still return their buffers
+	c.calls.Wait() // a call may wait for the end of a cut, which the end of the replica ends
+	c.mu.Lock()    // requests at replicas still return their buffers
 	for c.flying > 0 {
 		c.work.Wait()
 	}

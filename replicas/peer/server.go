@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -155,7 +157,8 @@ func (s *Server) Serve(on net.Listener) error {
 	}
 }
 
-// Close closes the listener, breaks all connections, and closes their replicas.
+// Close closes the listener, breaks all connections, and closes their replicas. Requests and calls of connections may
+// wait for the end of a cut, which the end of the replica ends: Close waits for the connections last.
 func (s *Server) Close() {
 	s.mu.Lock()
 	s.closed = true
@@ -165,11 +168,7 @@ func (s *Server) Close() {
 	for c := range s.conns {
 		c.breakConnection(errClosed)
 	}
-	s.mu.Unlock()
-	s.wg.Wait()
-	s.mu.Lock()
-	targets := s.targets
-	s.targets = map[string]*target{}
+	targets := slices.Collect(maps.Values(s.targets))
 	s.mu.Unlock()
 	for _, t := range targets {
 		t.mu.Lock()
