@@ -71,6 +71,7 @@ type conn struct {
 
 	mu       sync.Mutex
 	work     *sync.Cond
+	sent     *sync.Cond // for readAnswer: writeQueue let go of a slot, or the connection broke
 	queue    []*slot
 	table    map[uint64]*slot // sent and not answered
 	nextID   uint64
@@ -90,7 +91,7 @@ type conn struct {
 func dialConn(set *lanes, nc net.Conn, below *records) (*conn, error) {
 	c := &conn{set: set, nc: nc, below: below, table: map[uint64]*slot{}, members: map[uint32]*Member{},
 		shares: map[uint32]int64{}, ended: make(chan struct{}), closed: make(chan struct{})}
-	c.work = sync.NewCond(&c.mu)
+	c.work, c.sent = sync.NewCond(&c.mu), sync.NewCond(&c.mu)
 	_ = nc.SetDeadline(time.Now().Add(helloTime))
 	r := bufio.NewReaderSize(nc, 64<<10)
 	b, err := json.Marshal(hello{Version: Version, MinVersion: minVersion, Node: set.d.Node})
@@ -112,10 +113,10 @@ func dialConn(set *lanes, nc net.Conn, below *records) (*conn, error) {
 	if err == nil {
 		err = json.Unmarshal(b, &answer)
 	}
-	if err == nil && answer.Error != nil {
 	if err == nil {
 		err = answer.validate()
 	}
+	if err == nil && answer.Error != nil {
 		err = answer.Error.toError()
 	}
 	if err == nil {
@@ -213,6 +214,7 @@ func (c *conn) breakConnection(err error) {
 		hangUp(c.nc, c.below)
 	}
 	c.work.Broadcast()
+	c.sent.Broadcast()
 	c.mu.Unlock()
 }
 
@@ -238,9 +240,8 @@ func (c *conn) writeQueue() {
 			h.encode(&hb)
 			_, err = w.Write(hb[:])
 		} else {
-			id := s.id
 			err = c.sendFrame(w, s, &hb)
-			c.releaseSent(id, s)
+			c.releaseSent(s)
 		}
 		if err != nil {
 			c.breakConnection(err)
@@ -249,18 +250,15 @@ func (c *conn) writeQueue() {
 	}
 }
 
-// releaseSent lets go of a slot after the write. The answer may have arrived already: the slot may be in use again.
-func (c *conn) releaseSent(id uint64, s *slot) {
+// releaseSent lets go of a slot after the write. The answer may have arrived already, and waits in readAnswer.
+func (c *conn) releaseSent(s *slot) {
 	c.mu.Lock()
-	if c.table[id] != s {
-		c.mu.Unlock()
-		return
-	}
 	over := s.given
 	if s.state = slotSent; over {
 		c.forgetSlot(s)
 		s.state = slotOver
 	}
+	c.sent.Broadcast()
 	c.mu.Unlock()
 	if over {
 		s.m.completeSlot(s, errGiven)
@@ -400,10 +398,25 @@ func (c *conn) readAnswers(r *bufio.Reader) {
 	}
 }
 
+// awaitSent returns the slot of an id once writeQueue does not use the slot any more; nil: the slot was given up. A
+// node may answer before it has read the request: until the write ends the slot's buffer is in use. If the write does
+// not end, checkSilence breaks the connection. The caller has the lock.
+func (c *conn) awaitSent(id uint64) (*slot, error) {
+	for {
+		s := c.table[id]
+		switch {
+		case s == nil || s.state != slotWriting:
+			return s, nil
+		case c.err != nil:
+			return nil, c.err
+		}
+		c.sent.Wait()
+	}
+}
+
 func (c *conn) readAnswer(r *bufio.Reader, h *header) error {
 	c.mu.Lock()
 	c.heard = c.set.d.now()
-	s := c.table[h.id]
 	if h.kind == kindPing {
 		c.mu.Unlock()
 		return nil
@@ -412,12 +425,17 @@ func (c *conn) readAnswer(r *bufio.Reader, h *header) error {
 		c.mu.Unlock()
 		return api.Errorf(api.Corrupt, "node %s sends a frame of kind %d", c.set.node, h.kind)
 	}
+	s, err := c.awaitSent(h.id)
+	if err != nil {
+		c.mu.Unlock()
+		return err
+	}
 	if s != nil {
 		c.forgetSlot(s)
 		s.state = slotReading
 	}
 	c.mu.Unlock()
-	var err, broken error
+	var broken error
 	switch {
 	case s == nil: // given up meanwhile
 		_, broken = io.CopyN(io.Discard, r, int64(h.size))
