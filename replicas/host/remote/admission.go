@@ -36,10 +36,13 @@ func (s *Server) recordOf(ctx context.Context, replica string) (stack.Meta, erro
 	return disk.Stack(replica)
 }
 
-// AllowOpen says whether a node may ask about a replica. The node of the last adopted session may, without the API.
+// AllowOpen says whether a node may ask about a replica. The node of the last adopted session may, without the API,
+// unless the engine has ended.
 func (s *Server) AllowOpen(ctx context.Context, node, replica, volume string) error {
-	if l := s.Opened(replica); l != nil && l.Meta().EngineNode == node {
-		return nil
+	if l := s.Opened(replica); l != nil {
+		if m := l.Meta(); m.EngineNode == node && !s.hasEnded(ctx, m) {
+			return nil
+		}
 	}
 	known := s.o.Host.APIReached()
 	var name string
@@ -57,7 +60,7 @@ func (s *Server) AllowOpen(ctx context.Context, node, replica, volume string) er
 	}
 	m, err := s.recordOf(ctx, replica)
 	switch {
-	case err == nil && m.EngineNode == node && m.VolumeUID == volume:
+	case err == nil && m.EngineNode == node && m.VolumeUID == volume && !s.hasEnded(ctx, m):
 		return nil
 	case !known && err != nil:
 		return err
@@ -119,11 +122,22 @@ func (s *Server) isNamed(ctx context.Context, r client.Reader, name, uid, node s
 	}), err
 }
 
+// hasEnded reports whether the API is known to have ended the engine that a replica's record names: a detach clears
+// the engine's node in the engine's epoch. Each claim begins a new epoch, so an older state in the cache proves nothing.
+func (s *Server) hasEnded(ctx context.Context, m stack.Meta) bool {
+	var v api.Volume
+	if !s.o.Host.APIReached() || s.client.Get(ctx, client.ObjectKey{Name: m.Volume}, &v) != nil ||
+		string(v.Status.UID) != m.VolumeUID || v.Status.EngineNode == m.EngineNode {
+		return false
+	}
+	return v.Status.Epoch == m.Epoch || v.Status.Epoch > m.Epoch && v.Status.EngineNode != ""
+}
+
 // AllowSession says whether the API names a node for the volume's engine. The node whose session the replica adopted in
-// the same epoch needs no API to resume.
+// the same epoch needs no API to resume, unless the engine has ended.
 func (s *Server) AllowSession(ctx context.Context, node, replica, volume string, epoch int64) error {
 	if l := s.Opened(replica); l != nil {
-		if m := l.Meta(); m.Epoch == epoch && m.EngineNode == node {
+		if m := l.Meta(); m.Epoch == epoch && m.EngineNode == node && !s.hasEnded(ctx, m) {
 			return nil
 		}
 	}
