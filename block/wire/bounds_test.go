@@ -89,7 +89,7 @@ func TestAnswersAreBounded(t *testing.T) {
 			t.Errorf("facts %.40s: %v", text, err)
 		}
 	}
-	for _, text := range []string{`[...[0,4096,1],`, `[[0,1073745920,1]]`, `[[0,4611686018427387904,2]]`, `[[0,-1,1]]`,
+	for _, text := range []string{`[...[0,4096,1],`, `[[0,1073745920,1]]`, `[[0,4611686018427387904,2]]`, `[[0,-1,1]]`, `[[0,1,1]]`,
 		`[[4096,4096,1]]`, `[[0,4096,9]]`, `[[0,4096,1],[0,4096,1]]`, `[]`,
 		`[` + strings.Repeat(`[0,1,1],`, maxExtents) + `[0,1,1]]`} {
 		other.Store(text)
@@ -106,8 +106,11 @@ func TestAnswersAreBounded(t *testing.T) {
 		}
 	}
 	other.Store(`x...y`)
-	if _, err := c.Sums(ctx, "disk", "layer"); !errors.Is(err, errNonsense) {
+	if _, err := c.Sums(ctx, "disk", "layer", maxLayer); !errors.Is(err, errNonsense) {
 		t.Errorf("endless digests: %v", err)
+	}
+	if _, err := c.Sums(ctx, "disk", "layer", 1<<20); !errors.Is(err, errNonsense) {
+		t.Errorf("digests of a layer beyond its image: %v", err)
 	}
 	if runtime.ReadMemStats(&after); after.TotalAlloc-before.TotalAlloc > 512<<20 {
 		t.Errorf("%d bytes were allocated", after.TotalAlloc-before.TotalAlloc)
@@ -154,7 +157,7 @@ func TestOnlyUIDsReachADisk(t *testing.T) {
 	for _, uid := range []string{"", "..", "../../etc", "a/b", "A", strings.Repeat("a", maxID+1), "a\x00", "a."} {
 		for _, of := range [][2]string{{"disk", uid}, {uid, "layer"}} {
 			_, _, err := c.Digest(t.Context(), of[0], of[1])
-			_, serr := c.Sums(t.Context(), of[0], of[1])
+			_, serr := c.Sums(t.Context(), of[0], of[1], maxLayer)
 			_, ierr := c.Image(t.Context(), of[0], of[1])
 			rerr := c.Read(t.Context(), of[0], of[1], make([]byte, 1), 0)
 			_, oerr := c.Open(t.Context(), of[0], of[1])

@@ -130,11 +130,15 @@ func (c *Client) Digest(ctx context.Context, disk, uid string) (root string, all
 	return f.Root, f.Allocated, err
 }
 
-// Sums is the file of digests of a finished layer.
-func (c *Client) Sums(ctx context.Context, disk, uid string) (b []byte, err error) {
+// Sums is the file of digests of a finished layer, which has at most the given number of bytes.
+func (c *Client) Sums(ctx context.Context, disk, uid string, atMost int64) (b []byte, err error) {
 	f, err := c.fetchFacts(ctx, disk, uid)
 	if err != nil {
 		return nil, err
+	}
+	if f.Size > atMost {
+		return nil, fmt.Errorf("node %s: %w: layer %s has %d bytes, and may have %d", c.node, errNonsense, uid, f.Size,
+			atMost)
 	}
 	err = c.callUntilAnswered(ctx, "sums", layerQuery(disk, uid), func(r io.Reader) error {
 		most := maxFacts + (f.Size+block.ChunkSize-1)/block.ChunkSize*sumSize
@@ -254,7 +258,8 @@ func (r *remote) Next(off int64) (block.Extent, error) {
 	r.known = r.known[:0]
 	end := off
 	for _, x := range list {
-		if x[0] != end || x[1] <= 0 || x[1] > r.size-end || x[2] < int64(block.Hole) || x[2] > int64(block.Data) {
+		if x[0] != end || x[1] <= 0 || x[1]%block.Size != 0 || x[1] > r.size-end || x[2] < int64(block.Hole) ||
+			x[2] > int64(block.Data) {
 			return block.Extent{}, fmt.Errorf("node %s: %w: layer %s has %d bytes at %d", r.c.node, errNonsense, r.uid,
 				x[1], x[0])
 		}

@@ -91,7 +91,7 @@ func TestNodesReadLayersAsBefore(t *testing.T) {
 	if root, n, err := c.Digest(ctx, "disk", "layer"); err != nil || root != "root of 12288" || n != 4096 {
 		t.Errorf("digest %s, %d, %v", root, n, err)
 	}
-	if sums, err := c.Sums(ctx, "disk", "layer"); err != nil || string(sums) != "sums\x00\xff" {
+	if sums, err := c.Sums(ctx, "disk", "layer", maxLayer); err != nil || string(sums) != "sums\x00\xff" {
 		t.Errorf("sums %q, %v", sums, err)
 	}
 	buf := make([]byte, 20)

@@ -266,7 +266,7 @@ func TestLayersOfOthersAreRefused(t *testing.T) {
 				_ = resp.Body.Close()
 			}
 		}
-		if _, err := client.Sums(t.Context(), "disk", "layer"); !c.may && err == nil {
+		if _, err := client.Sums(t.Context(), "disk", "layer", maxLayer); !c.may && err == nil {
 			t.Error("a third node reads digests")
 		}
 	}

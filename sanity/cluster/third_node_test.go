@@ -40,7 +40,7 @@ func TestLayersOfAnImageOnAThirdNode(t *testing.T) {
 	defer asks.Close()
 	for what, err := range map[string]error{
 		"its record":  second(asks.Image(t.Context(), disk, string(img.Status.UUID))),
-		"its digests": second(asks.Sums(t.Context(), disk, layer)),
+		"its digests": second(asks.Sums(t.Context(), disk, layer, api.MaxVolumeSize)),
 		"its size":    second(asks.Open(t.Context(), disk, layer)),
 		"a block":     asks.Read(t.Context(), disk, layer, make([]byte, 4096), 0),
 		"a place":     second(asks.Send(t.Context(), disk)),

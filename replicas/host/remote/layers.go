@@ -161,10 +161,11 @@ func (l *Layers) fetchDigests(ctx context.Context, disk *stack.Disk, uid string,
 	if err != nil {
 		return err
 	}
-	if want := l.digestOf(ctx, uid); want != "" && want != root {
+	want, most := l.factsOf(ctx, uid)
+	if want != "" && want != root {
 		return api.Errorf(api.Corrupt, "the root digest of layer %s is %s on the node, and should be %s", uid, root, want)
 	}
-	sums, err := c.Sums(ctx, string(p.Disk), uid)
+	sums, err := c.Sums(ctx, string(p.Disk), uid, most)
 	if err != nil {
 		return err
 	}
@@ -172,19 +173,31 @@ func (l *Layers) fetchDigests(ctx context.Context, disk *stack.Disk, uid string,
 	if err != nil {
 		return err
 	}
+	if n := src.Size(); n > most { // the node may answer differently now
+		return errors.Join(api.Errorf(api.Corrupt, "layer %s has %d bytes on the node, and its image %d", uid, n, most),
+			src.Close())
+	}
 	return errors.Join(disk.Hydrate(ctx, uid, root, src, sums), src.Close())
 }
 
-// digestOf is the API's digest of the topmost layer of an image; empty: the API has no digest.
-func (l *Layers) digestOf(ctx context.Context, uid string) string {
+// factsOf is what the API knows of a layer: the root digest, if the layer is the topmost one of an image, else empty;
+// and the size of the largest image with the layer. A layer of no image may be as large as a volume.
+func (l *Layers) factsOf(ctx context.Context, uid string) (root string, most int64) {
 	var images api.BackingImageList
 	if l.node.Client.List(ctx, &images, client.UnsafeDisableDeepCopy) != nil {
-		return ""
+		return "", api.MaxVolumeSize
 	}
 	for i := range images.Items {
-		if st := &images.Items[i].Status; watch.TopLayer(st.Layers) == uid {
-			return st.Digest
+		st := &images.Items[i].Status
+		if !slices.Contains(st.Layers, api.UID(uid)) {
+			continue
+		}
+		if most = max(most, api.RoundSize(st.VirtualSize)); watch.TopLayer(st.Layers) == uid {
+			root = st.Digest
 		}
 	}
-	return ""
+	if most == 0 {
+		most = api.MaxVolumeSize
+	}
+	return root, most
 }
