@@ -164,9 +164,11 @@ func selectMembers(v *api.Volume, list []memberProbe) (take []memberProbe, err e
 	var restarted []memberProbe
 	var why []error
 	var held error
-	reverted := int64(0)
+	reverted, largest := int64(0), int64(0)
 	for _, f := range list {
-		reverted = max(reverted, f.info.Reverted)
+		if reverted = max(reverted, f.info.Reverted); f.err == nil {
+			largest = max(largest, f.info.Size)
+		}
 	}
 	for _, f := range list {
 		switch {
@@ -182,6 +184,9 @@ func selectMembers(v *api.Volume, list []memberProbe) (take []memberProbe, err e
 				"time. Restore a newer state of it, or recover the volume from its disk", f.spec.Name, f.info.Epoch, v.Status.Epoch)
 		case f.info.Reverted < reverted && f.info.Joined < reverted:
 			why = append(why, api.Errorf(api.Unavailable, "replica %s was not reverted with the others", f.spec.Name))
+		case f.info.Size < min(largest, v.Status.Size): // every member had this size
+			why = append(why, api.Errorf(api.Corrupt, "replica %s has %d bytes, and the volume has %d", f.spec.Name, f.info.Size,
+				v.Status.Size))
 		case f.info.Restarted:
 			restarted = append(restarted, f)
 		default:

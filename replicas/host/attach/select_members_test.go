@@ -11,8 +11,10 @@ import (
 // A member whose machine restarted takes the place of the others only where nobody holds what it may lack.
 func TestSelectMembers(t *testing.T) {
 	v := &api.Volume{ObjectMeta: apitest.Named("v")}
-	whole := memberProbe{spec: memberSpec{Name: "whole"}}
-	restarted := memberProbe{spec: memberSpec{Name: "restarted"}, info: peer.Info{Restarted: true}}
+	v.Status.Size = 1 << 30
+	whole := memberProbe{spec: memberSpec{Name: "whole"}, info: peer.Info{Size: 1 << 30}}
+	small := memberProbe{spec: memberSpec{Name: "small"}, info: peer.Info{Size: 4096}}
+	restarted := memberProbe{spec: memberSpec{Name: "restarted"}, info: peer.Info{Size: 1 << 30, Restarted: true}}
 	away := memberProbe{spec: memberSpec{Name: "away"}, err: api.Errorf(api.Unavailable, "it is away")}
 	busy := memberProbe{spec: memberSpec{Name: "busy"}, err: api.Errorf(api.Busy, "it is open")}
 	held := memberProbe{spec: memberSpec{Name: "held"}, err: api.Errorf(api.Unavailable, "no sign of life"), held: true}
@@ -21,6 +23,8 @@ func TestSelectMembers(t *testing.T) {
 		take string
 		kind api.Kind
 	}{
+		"one says that it is smaller":          {[]memberProbe{small, whole}, "whole", api.Other},
+		"the only one is smaller":              {[]memberProbe{small, away}, "small", api.Other},
 		"whole before restarted":               {[]memberProbe{restarted, whole}, "whole", api.Other},
 		"restarted, the others are away":       {[]memberProbe{away, restarted}, "restarted", api.Other},
 		"one is about to be free":              {[]memberProbe{busy, whole}, "", api.Busy},
