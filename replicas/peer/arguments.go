@@ -187,6 +187,12 @@ func checkSnapshot(s stack.Snapshot) error {
 	return checkID(s.Layer)
 }
 
+// UnmarshalJSON implements json.Unmarshaler.
+func (a *sealArgs) UnmarshalJSON(b []byte) (err error) {
+	*a, err = decodeList[[]stack.Snapshot](b)
+	return err
+}
+
 // Validate implements arguments. All the snapshots get the layer of the first.
 func (a sealArgs) Validate(limits) error {
 	if len(a) == 0 || len(a) > maxSnapshots {

@@ -171,6 +171,19 @@ func TestAnswersAreBounded(t *testing.T) {
 	}
 }
 
+// TestDescriptionsAreBounded: a replica is in no session, and reverted to none, that is later than the last adopted one.
+func TestDescriptionsAreBounded(t *testing.T) {
+	if err := (Info{Size: testSize, Epoch: 3, Joined: 3, Reverted: 3}).validate(); err != nil {
+		t.Error(err)
+	}
+	for _, i := range []Info{{Size: -1}, {Size: api.MaxVolumeSize + 1}, {Epoch: -1}, {Epoch: 3, Joined: 4},
+		{Epoch: 3, Reverted: 4}, {Epoch: 3, Joined: -1}, {Epoch: 3, Reverted: -1}} {
+		if err := i.validate(); !api.Is(err, api.Corrupt) {
+			t.Errorf("%+v: %v", i, err)
+		}
+	}
+}
+
 // TestMessagesAreBounded: the message of an error that a peer sends is cut, so that no log is filled with it.
 func TestMessagesAreBounded(t *testing.T) {
 	f := fault{Message: strings.Repeat("é", 1<<20)}

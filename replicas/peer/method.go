@@ -1,6 +1,7 @@
 package peer
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -111,6 +112,25 @@ func decodeJSON[T any](b []byte) (T, error) {
 		return t, api.Errorf(api.Invalid, "%w", err)
 	}
 	return t, nil
+}
+
+// maxValues bounds the values in JSON with lists of objects: a list of empty objects takes 100 times its bytes in memory.
+const maxValues = 256 << 10
+
+// decodeList is decodeJSON for lists of objects.
+func decodeList[T any](b []byte) (t T, err error) {
+	if err := checkValues(b); err != nil {
+		return t, err
+	}
+	return decodeJSON[T](b)
+}
+
+// checkValues refuses JSON with too many values.
+func checkValues(b []byte) error {
+	if n := bytes.Count(b, []byte{','}); n >= maxValues {
+		return api.Errorf(api.Invalid, "%d values in a list: at most %d", n+1, maxValues)
+	}
+	return nil
 }
 
 // asJSON encodes an answer.

@@ -171,7 +171,7 @@ func checkDigests(d []byte, n int64) error {
 }
 
 func decodeMeta(b []byte, _ none, l limits) (stack.Meta, error) {
-	m, err := decodeJSON[stack.Meta](b)
+	m, err := decodeList[stack.Meta](b)
 	if err != nil {
 		return stack.Meta{}, err
 	}
@@ -193,7 +193,7 @@ func decodeMeta(b []byte, _ none, l limits) (stack.Meta, error) {
 }
 
 func decodeSizes(b []byte, _ none, _ limits) (map[string]stack.LayerSize, error) {
-	all, err := decodeJSON[map[string]stack.LayerSize](b)
+	all, err := decodeList[map[string]stack.LayerSize](b)
 	if err != nil {
 		return nil, err
 	}
@@ -209,7 +209,7 @@ func decodeSizes(b []byte, _ none, _ limits) (map[string]stack.LayerSize, error)
 }
 
 func decodeBroken(b []byte, _ none, l limits) ([]stack.Broken, error) {
-	list, err := decodeJSON[[]stack.Broken](b)
+	list, err := decodeList[[]stack.Broken](b)
 	if err != nil {
 		return nil, err
 	}
