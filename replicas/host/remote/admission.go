@@ -69,6 +69,11 @@ func (s *Server) AllowOpen(ctx context.Context, node, replica, volume string) er
 	case name == "":
 		return api.Errorf(api.Unavailable, "the API knows no replica %s", replica)
 	}
+	end, err := s.beginQuestion(ctx, node)
+	if err != nil {
+		return err
+	}
+	defer end()
 	is, err := s.isNamed(ctx, s.reader, name, volume, node) // the cache may be behind
 	if err != nil {
 		return api.Errorf(api.Unavailable, "volume %s: %w", name, err)
@@ -80,6 +85,27 @@ func (s *Server) AllowOpen(ctx context.Context, node, replica, volume string) er
 		return err
 	}
 	return nil
+}
+
+// questionsAtOnce is how many questions about one node's requests the API gets at once.
+const questionsAtOnce = 8
+
+// beginQuestion waits until the API may be asked about a request of a node: a node whose requests are refused takes none
+// of the API from others.
+func (s *Server) beginQuestion(ctx context.Context, node string) (end func(), err error) {
+	s.mu.Lock()
+	places := s.questions[node]
+	if places == nil {
+		places = make(chan struct{}, questionsAtOnce)
+		s.questions[node] = places
+	}
+	s.mu.Unlock()
+	select {
+	case places <- struct{}{}:
+		return func() { <-places }, nil
+	case <-ctx.Done():
+		return nil, api.Errorf(api.Unavailable, "node %s waits for the API: %w", s.o.Node, ctx.Err())
+	}
 }
 
 // replicaHere is the object of a replica of this node, nil if the cache has none.
@@ -151,6 +177,11 @@ func (s *Server) AllowSession(ctx context.Context, node, replica, volume string,
 	if r == nil {
 		return api.Errorf(api.Unavailable, "the API knows no replica %s", replica)
 	}
+	end, err := s.beginQuestion(ctx, node)
+	if err != nil {
+		return err
+	}
+	defer end()
 	var v api.Volume
 	if err := s.reader.Get(ctx, client.ObjectKey{Name: r.Spec.Volume}, &v); err != nil {
 		return api.Errorf(api.Unavailable, "volume %s: %w", r.Spec.Volume, err)

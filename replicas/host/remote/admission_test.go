@@ -3,14 +3,21 @@ package remote
 import (
 	"context"
 	"log/slog"
+	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/listener"
 	"drover.io/drover/block/uring"
+	"drover.io/drover/replicas/disks"
+	"drover.io/drover/replicas/engine"
 	"drover.io/drover/replicas/peer"
 	"drover.io/drover/replicas/stack"
 )
@@ -27,7 +34,7 @@ func (o *oneVolume) Get(_ context.Context, _ client.ObjectKey, to client.Object,
 		o.v.DeepCopyInto(v)
 		return nil
 	}
-	return api.Errorf(api.NotFound, "it does not exist")
+	return apierrors.NewNotFound(schema.GroupResource{}, "v")
 }
 
 func (o *oneVolume) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
@@ -79,7 +86,7 @@ func TestFormerEngineIsRefused(t *testing.T) {
 	has.v.Name, has.v.Status.UID, has.v.Status.Epoch = "v", api.UID(volume), 5
 	has.r.Spec = api.ReplicaSpec{UID: api.UID(uid), Volume: "v", VolumeUID: api.UID(volume), Node: "a"}
 	s := &Server{o: Options{Node: "a", Host: reachedNode{}, Log: slog.New(slog.DiscardHandler)}, client: has, reader: has,
-		refusals: map[string]*listener.Tally{}, events: events.NewFakeRecorder(16),
+		refusals: map[string]*listener.Tally{}, events: events.NewFakeRecorder(16), questions: map[string]chan struct{}{},
 		open: map[api.UID]*Served{api.UID(uid): {Backend: peer.NewBackend(rep, loop), volume: "v"}}}
 	for _, c := range []struct {
 		name   string
@@ -98,5 +105,49 @@ func TestFormerEngineIsRefused(t *testing.T) {
 		if c.ok && err != nil || !c.ok && !api.Is(err, c.kind) {
 			t.Errorf("%s: %v", c.name, err)
 		}
+	}
+}
+
+// slowReader counts the questions that the API gets at once.
+type slowReader struct {
+	*oneVolume
+	now, most, all atomic.Int64
+}
+
+func (r *slowReader) Get(ctx context.Context, key client.ObjectKey, to client.Object, o ...client.GetOption) error {
+	n := r.now.Add(1)
+	defer r.now.Add(-1)
+	for most := r.most.Load(); n > most && !r.most.CompareAndSwap(most, n); most = r.most.Load() {
+	}
+	r.all.Add(1)
+	late := time.NewTimer(time.Millisecond)
+	<-late.C
+	return r.oneVolume.Get(ctx, key, to, o...)
+}
+
+// TestQuestionsAreBounded: a node that the API does not name asks for a replica a thousand times at once.
+func TestQuestionsAreBounded(t *testing.T) {
+	uid, volume := string(api.NewUID()), string(api.NewUID())
+	has := &oneVolume{}
+	has.v.Name, has.v.Status.UID = "v", api.UID(volume)
+	has.r.Spec = api.ReplicaSpec{UID: api.UID(uid), Volume: "v", VolumeUID: api.UID(volume), Node: "a"}
+	slow := &slowReader{oneVolume: has}
+	s, err := New(Options{Node: "a", Host: reachedNode{}, Log: slog.New(slog.DiscardHandler),
+		Places: NewPlaces("", slog.Default()), Disks: disks.NewRegistry(disks.RegistryOptions{}), Watch: engine.NewWatch()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Use(has, slow, events.NewFakeRecorder(16))
+	var wg sync.WaitGroup
+	for range 1000 {
+		wg.Go(func() {
+			if err := s.AllowOpen(t.Context(), "c", uid, volume); !api.Is(err, api.Denied) {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if slow.most.Load() > questionsAtOnce {
+		t.Errorf("%d questions of %d at once", slow.most.Load(), slow.all.Load())
 	}
 }

@@ -65,11 +65,14 @@ type Server struct {
 	mu       sync.Mutex
 	open     map[api.UID]*Served
 	refusals map[string]*listener.Tally // of other nodes, by volume and node
+
+	questions map[string]chan struct{} // places for questions to the API, by node
 }
 
 // New has a server that does not serve yet.
 func New(o Options) (*Server, error) {
-	s := &Server{o: o, open: map[api.UID]*Served{}, refusals: map[string]*listener.Tally{}}
+	s := &Server{o: o, open: map[api.UID]*Served{}, refusals: map[string]*listener.Tally{},
+		questions: map[string]chan struct{}{}}
 	id := o.Identity
 	if id == nil {
 		return s, nil
