@@ -200,6 +200,20 @@ func (s *Server) Release(replica string) error {
 	return t.closeReplica()
 }
 
+// ReleaseFrom is Release of a replica that serves a session of a node. ReleaseFrom reports whether the replica did.
+func (s *Server) ReleaseFrom(replica, node string) (did bool, err error) {
+	s.mu.Lock()
+	t := s.targets[replica]
+	s.mu.Unlock()
+	if t == nil {
+		return false, nil
+	}
+	if x := t.servingNow(); x == nil || x.c.node != node {
+		return false, nil
+	}
+	return true, t.closeReplica()
+}
+
 // Serves reports whether a replica is open for an engine on another node.
 func (s *Server) Serves(replica string) bool {
 	s.mu.Lock()

@@ -3,6 +3,7 @@ package remote
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -157,6 +158,23 @@ func (s *Server) hasEnded(ctx context.Context, m stack.Meta) bool {
 		return false
 	}
 	return v.Status.Epoch == m.Epoch || v.Status.Epoch > m.Epoch && v.Status.EngineNode != ""
+}
+
+// releaseFormer takes replicas away from engines that the API has ended and that keep their sessions.
+func (s *Server) releaseFormer(ctx context.Context) {
+	s.mu.Lock()
+	open := slices.Collect(maps.Values(s.open))
+	s.mu.Unlock()
+	for _, l := range open {
+		m := l.Meta()
+		if m.EngineNode == "" || !s.hasEnded(ctx, m) {
+			continue
+		}
+		if did, err := s.server.ReleaseFrom(m.UID, m.EngineNode); did {
+			s.o.Log.Warn("the session of a former engine is ended", "node", m.EngineNode, "replica", m.UID, "volume", m.Volume,
+				"epoch", m.Epoch, "err", err)
+		}
+	}
 }
 
 // AllowSession says whether the API names a node for the volume's engine. The node whose session the replica adopted in

@@ -3,6 +3,7 @@ package remote
 import (
 	"context"
 	"log/slog"
+	"net"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -150,4 +151,79 @@ func TestQuestionsAreBounded(t *testing.T) {
 	if slow.most.Load() > questionsAtOnce {
 		t.Errorf("%d questions of %d at once", slow.most.Load(), slow.all.Load())
 	}
+}
+
+// TestFormerSessionIsEnded: an engine keeps its session after the detach of the volume. It reads and writes no more.
+func TestFormerSessionIsEnded(t *testing.T) {
+	disk, err := stack.Add(t.Context(), t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	loop, err := uring.New(16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- loop.Run() }()
+	uid, volume := string(api.NewUID()), string(api.NewUID())
+	spec := stack.Spec{UID: uid, Volume: "v", VolumeUID: volume, Size: 1 << 20}
+	if err := disk.CreateReplica(t.Context(), spec); err != nil {
+		t.Fatal(err)
+	}
+	has := &oneVolume{}
+	has.v.Name, has.v.Status.UID, has.v.Status.Epoch, has.v.Status.EngineNode = "v", api.UID(volume), 5, "c"
+	has.r.Spec = api.ReplicaSpec{UID: api.UID(uid), Volume: "v", VolumeUID: api.UID(volume), Node: "a"}
+	log := slog.New(slog.DiscardHandler)
+	s, err := New(Options{Node: "a", Host: reachedNode{}, Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Use(has, has, events.NewFakeRecorder(16))
+	open := func(ctx context.Context, _, _ string) (peer.Replica, peer.Loop, error) {
+		rep, err := disk.OpenReplica(ctx, uid, loop)
+		if err != nil {
+			return nil, nil, err
+		}
+		b := peer.NewBackend(rep, loop)
+		s.mu.Lock()
+		s.open[api.UID(uid)] = &Served{Backend: b, volume: "v"}
+		s.mu.Unlock()
+		return b, loop, nil
+	}
+	if s.server, err = peer.NewServer(peer.ServerOptions{Node: "a", Open: open, Allow: s.AllowSession, Log: log}); err != nil {
+		t.Fatal(err)
+	}
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	served := make(chan error, 1)
+	go func() { served <- s.server.Serve(ln) }()
+	d := &peer.Dialer{Node: "c", Address: func(context.Context, string) (string, error) { return ln.Addr().String(), nil }}
+	m := d.Member(peer.Options{Node: "a", Replica: uid, Volume: volume, Loop: loop})
+	if err := m.Adopt(t.Context(), 5, 1, []string{uid}); err != nil {
+		t.Fatal(err)
+	}
+	read := func() error {
+		_, err := m.Digests(t.Context(), 0, 4096)
+		return err
+	}
+	s.releaseFormer(t.Context())
+	if err := read(); err != nil {
+		t.Errorf("the engine that the API names: %v", err)
+	}
+	has.v.Status.EngineNode = ""
+	s.releaseFormer(t.Context())
+	if err := read(); !api.Is(err, api.Denied) {
+		t.Errorf("the former engine: %v", err)
+	}
+	_ = m.Close()
+	d.Close()
+	s.server.Close()
+	if err := <-served; err != nil {
+		t.Error(err)
+	}
+	loop.Close()
+	<-ended
+	_ = disk.Close()
 }

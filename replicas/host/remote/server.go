@@ -155,8 +155,8 @@ const (
 	announceEvery = 2 * time.Second
 )
 
-// Announce keeps the address of the server in the Node's status. Announce returns an error, which ends the process,
-// when the server has ended: the next process serves the replicas again.
+// Announce keeps the address of the server in the Node's status, and ends the sessions of former engines. Announce
+// returns an error, which ends the process, when the server has ended: the next process serves the replicas again.
 func (s *Server) Announce(ctx context.Context) error {
 	if s.server == nil {
 		return nil
@@ -175,6 +175,7 @@ func (s *Server) Announce(ctx context.Context) error {
 	})
 	for {
 		pause := announceEvery
+		s.releaseFormer(ctx)
 		if !s.writeAddress(ctx, addr) {
 			pause = announceSoon
 		}
