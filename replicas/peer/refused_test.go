@@ -21,7 +21,7 @@ func (r *refusing) AdoptFor(ctx context.Context, _ string, _, _ int64, _ []strin
 	return api.Errorf(api.Unavailable, "the disk is busy")
 }
 
-// TestRefusedSessionIsEnded: a replica is opened for an engine and does not adopt the session. The engine goes on
+// TestRefusedSessionIsEnded: a replica is opened for an engine and does not adopt the session. The engine continues
 // without the replica. The server closes the replica, although the connection lives: other volumes use it.
 func TestRefusedSessionIsEnded(t *testing.T) {
 	for name, slow := range map[string]bool{"refused": false, "given up": true} {
