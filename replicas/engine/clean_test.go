@@ -14,6 +14,7 @@ func TestIntentsStayWhileAReplicaIsAway(t *testing.T) {
 		adopt := func(int) error { return nil }
 		a, b := &scripted{data: make([]byte, 1<<20), adopt: adopt}, &scripted{data: make([]byte, 1<<20), adopt: adopt}
 		e, err := Open(t.Context(), Config{Loop: newLoop(t), Size: 1 << 20, Epoch: 5, Incarnation: 1, Track: true,
+			Resync:  true,
 			Members: []Named{{Name: "a", Member: a}, {Name: "b", Member: b}},
 			Drop:    func(context.Context, int64, string) error { return api.Errorf(api.Denied, "no") }})
 		if err != nil {
