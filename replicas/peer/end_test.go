@@ -18,7 +18,7 @@ var holding = []struct {
 	{"a note beside a prepared cut", []string{"prepare-cut\n" + `{"layer":"` + string(api.NewUID()) + `"}`, "note\n{}"}, false},
 }
 
-// pause lets another goroutine go on.
+// pause lets another goroutine run.
 func pause(d time.Duration) {
 	t := time.NewTimer(d)
 	<-t.C
