@@ -60,7 +60,8 @@ func (ss *reconciler) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	ss.waiting.Set(s.Name, api.Is(err, api.Unavailable))
 	s.Status.Error = ""
 	switch {
-	case api.Is(err, api.Busy) && old.Status.ReadyToUse && s.DeletionTimestamp == nil: // the status stays for the moment
+	case old.Status.ReadyToUse && s.DeletionTimestamp == nil &&
+		(api.Is(err, api.Busy) || api.Is(err, api.Unavailable) && len(v.Status.Members) > 1): // the status stays for the moment
 		s.Status = *old.Status.DeepCopy()
 	case err != nil:
 		s.Status.ReadyToUse, s.Status.Error = false, err.Error()
@@ -183,12 +184,12 @@ func (ss *Snapshots) reportFrom(ctx context.Context, s *api.Snapshot, v *api.Vol
 	}
 	disk, err := ss.replicas.Disk(ctx, r.Spec.Disk)
 	if err != nil {
-		return err
+		return unreadable(v, r, err)
 	}
 	for was := ""; ; {
 		tree, err := ss.TreeOf(r, disk)
 		if err != nil {
-			return err
+			return unreadable(v, r, err)
 		}
 		k, err := ss.findSnapshot(s, tree)
 		if err != nil {
@@ -205,12 +206,20 @@ func (ss *Snapshots) reportFrom(ctx context.Context, s *api.Snapshot, v *api.Vol
 			continue
 		}
 		if err != nil {
-			return err
+			return unreadable(v, r, err)
 		}
 		ss.reportFacts(s, v, k, stack.LayerSize{Size: size, Used: used, Root: disk.LayerRoot(k.Layer)})
 		s.Status.ReadyToUse = true
 		return nil
 	}
+}
+
+// unreadable is the error for a member whose disk cannot be read. Unavailable: other members have the snapshot.
+func unreadable(v *api.Volume, r *api.Replica, why error) error {
+	if len(v.Status.Members) < 2 {
+		return why
+	}
+	return api.Errorf(api.Unavailable, "replica %s cannot be read: %w", r.Name, why)
 }
 
 // uidOf is the snapshot's uid on the disk: the uid of the object, which exists before the first write and is never used
