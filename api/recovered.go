@@ -22,6 +22,8 @@ type RecoveredVolume struct {
 	Epoch   int64    `json:"epoch"`
 	Size    int64    `json:"size"`
 	Members []string `json:"members"` // names of Replica objects
+	// RevertedEpoch is the epoch of the last revert of a member.
+	RevertedEpoch int64 `json:"revertedEpoch,omitempty"`
 }
 
 // RecoveredImage is the annotation's value on a BackingImage.

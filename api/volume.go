@@ -178,6 +178,9 @@ type VolumeStatus struct {
 	CloneStatus *CloneStatus `json:"cloneStatus,omitempty"`
 	// Reverted is the outcome of the last RevertTo.
 	Reverted *RevertFact `json:"reverted,omitempty"`
+	// RevertedEpoch is the epoch of the last completed revert; 0: never. A member that was not reverted then, and has not
+	// joined since, serves in no engine.
+	RevertedEpoch int64 `json:"revertedEpoch,omitempty"`
 	// Salvaged is the outcome of the last Salvage.
 	Salvaged *SalvageFact `json:"salvaged,omitempty"`
 	// Trimmed is the outcome of the last Trim.

@@ -5,8 +5,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/replicas/stack"
@@ -123,6 +125,11 @@ func TestRevertWithoutADisk(t *testing.T) {
 			slices.Contains(is.Status.Members, lost) {
 			t.Fatalf("%+v, members %v", is.Status.Reverted, is.Status.Members)
 		}
+		var member api.Replica
+		if err := w.c.Get(w.ctx, clientKey(is.Status.Members[0]), &member); err != nil || member.Spec.Revert == nil ||
+			member.Spec.Revert.Epoch != is.Status.RevertedEpoch {
+			t.Errorf("the volume was reverted in epoch %d, its member %+v, %v", is.Status.RevertedEpoch, member.Spec.Revert, err)
+		}
 		dev = w.attachTo("a", "v")
 		if sum(dev) != first {
 			t.Fatal("the volume does not hold what the snapshot holds")
@@ -142,6 +149,41 @@ func TestRevertWithoutADisk(t *testing.T) {
 		dev = w.attachTo("a", "v")
 	}
 	w.detachFrom("v")
+}
+
+// TestSnapshotStaysReadyWithoutADisk: the node responsible for a detached volume loses the disk of its replica. The
+// volume's snapshot stays ready, because the other members have the snapshot.
+func TestSnapshotStaysReadyWithoutADisk(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	nodes := w.three()
+	v := volume("v", 16<<20)
+	v.Spec.NumberOfReplicas, v.Spec.Nodes = 2, []string{"a", "b"}
+	w.create(v)
+	v = w.volumeIs("v", "whole", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })
+	w.snapshot("v", "s1")
+	var first api.Replica
+	if err := w.c.Get(w.ctx, clientKey(v.Status.Members[0]), &first); err != nil {
+		t.Fatal(err)
+	}
+	i := slices.Index([]string{"a", "b"}, first.Spec.Node)
+	path := filepath.Join(nodes[i].dir, "disk")
+	if err := os.Rename(path, path+".away"); err != nil {
+		t.Fatal(err)
+	}
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for n := range 30 {
+		s := &api.Snapshot{ObjectMeta: named("s1")}
+		edit(w, s, func(s *api.Snapshot) { s.Annotations = map[string]string{"test": strconv.Itoa(n)} }) // wakes the reconciler
+		<-tick.C
+		if err := w.c.Get(w.ctx, clientKey("s1"), s); err != nil || !s.Status.ReadyToUse || s.Status.Error != "" {
+			t.Fatalf("after %d changes: ready %v, %q, %v", n, s.Status.ReadyToUse, s.Status.Error, err)
+		}
+	}
+	if err := os.Rename(path+".away", path); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // TestRevertOfNoDisk: where no member can be had any more before one went back, the revert ends, and none goes back when

@@ -58,6 +58,15 @@ func (v *volume) memberNames() []string {
 // epoch returns the epoch of the latest session, or 1 for a volume that was never attached.
 func (v *volume) epoch() int64 { return max(v.reps[0].Epoch, 1) }
 
+// revertedEpoch returns the epoch of the last revert of a replica; 0: never.
+func (v *volume) revertedEpoch() int64 {
+	last := int64(0)
+	for _, r := range v.reps {
+		last = max(last, r.Reverted)
+	}
+	return last
+}
+
 func (j *job) planVolumes() {
 	byUID := map[string][]*replica{}
 	for _, d := range j.disks {
@@ -179,6 +188,7 @@ func (j *job) raiseEpoch(have *api.Volume, v *volume) func(context.Context) erro
 					now.Status.UID, now.Status.Epoch, v.uid, have.Status.Epoch)
 			}
 			now.Status.Epoch, now.Status.Members = v.epoch(), v.memberNames()
+			now.Status.RevertedEpoch = max(now.Status.RevertedEpoch, v.revertedEpoch())
 			return true, nil
 		})
 		return err
@@ -275,7 +285,7 @@ func (j *job) volumeObject(v *volume) (*api.Volume, error) {
 	}
 	rec.Spec.Size = max(rec.Spec.Size, lead.Size)
 	meta, err := metaOf(v.name, rec.Labels, rec.Annotations, api.RecoveredVolume{UID: v.uid, Epoch: v.epoch(),
-		Size: lead.Size, Members: v.memberNames()})
+		Size: lead.Size, Members: v.memberNames(), RevertedEpoch: v.revertedEpoch()})
 	return &api.Volume{ObjectMeta: meta, Spec: rec.Spec}, err
 }
 

@@ -148,6 +148,7 @@ func (r *revertProgress) followUp(ctx context.Context) error {
 	for _, m := range r.failed {
 		r.leave(m)
 	}
+	r.v.Status.RevertedEpoch = r.done[0].Spec.Revert.Epoch // all members were asked with the same epoch
 	r.end(api.CloneCompleted, "")
 	return nil
 }

@@ -286,7 +286,7 @@ func beginVolume(v *api.Volume) error {
 		return nil
 	}
 	v.Status.UID, v.Status.Epoch, v.Status.Members = found.UID, found.Epoch, found.Members
-	v.Status.Size = found.Size
+	v.Status.Size, v.Status.RevertedEpoch = found.Size, found.RevertedEpoch
 	if wish := v.Spec.RevertTo; wish != nil {
 		v.Status.Reverted = &api.RevertFact{Snapshot: wish.Snapshot, ID: wish.ID, State: api.CloneFailed, Message: tooOld}
 	}

@@ -170,6 +170,7 @@ func selectMembers(v *api.Volume, list []memberProbe) (take []memberProbe, err e
 			largest = max(largest, f.info.Size)
 		}
 	}
+	reverted = min(reverted, v.Status.RevertedEpoch) // one member's word alone leaves no other member out
 	for _, f := range list {
 		switch {
 		case f.err != nil:
