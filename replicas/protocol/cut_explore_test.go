@@ -8,7 +8,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// searchCut explores one of the worlds of the cut.
+// searchCut explores a world of the cut.
 func searchCut(l cutLimits, r cutRules) (visited int, story []string, bad string) {
 	return explore(startCut(l), func(s cutState) iter.Seq[step[cutState]] { return cutSuccessors(s, l, r) }, 3_000_000)
 }
@@ -38,7 +38,7 @@ func TestCutHolds(t *testing.T) {
 	}
 }
 
-// TestEveryRuleOfTheCutIsNeeded takes one rule out at a time.
+// TestEveryRuleOfTheCutIsNeeded: the model without a single rule of the cut has a story that breaks an invariant.
 func TestEveryRuleOfTheCutIsNeeded(t *testing.T) {
 	for name, c := range map[string]struct {
 		without func(*cutRules)

@@ -5,23 +5,23 @@ import (
 	"math/bits"
 )
 
-// The model of a cut over several members: a snapshot of one region. The write path itself is the other model's; here a
-// write reaches its members one by one, and a new engine makes them equal before it serves. What is looked for: a
-// snapshot that was reported is on every recorded member, all of them hold the same, and what was acknowledged before it
-// was asked for is in it.
+// The model of a cut over several members: a snapshot of one region. The other model has the write path itself; here a
+// write reaches its members one by one, and a new engine resyncs the members before the engine serves. The explorer
+// checks that every recorded member has a reported snapshot, that all members hold the same content under this
+// snapshot, and that the snapshot has every write which was acknowledged before a user asked for the snapshot.
 
-// cutRules are what the cut rests on; each can be switched off.
+// cutRules are the rules of the cut; each can be switched off.
 type cutRules struct {
-	drain     bool // writes are held and those under way are over before the first member seals
-	allAnswer bool // nothing is reported, and no write goes on, before every member has sealed or was dropped
-	confirm   bool // what one member's stack says is not believed before the members were compared
-	rollback  bool // a new engine takes a snapshot away that is not on all members
-	fence     bool // a late SEAL of a dead engine is refused
-	identity  bool // two tries to cut one snapshot are told apart when a replica comes back
-	abort     bool // found by the explorer: a cut that is given up is aborted on every member before anything else
-	// Found by the explorer too: no write goes on before the members of a cut that was given up are level again.
+	drain     bool // the engine holds writes and waits for those in progress before the first member seals
+	allAnswer bool // the engine reports nothing and ends no hold before every member has sealed or was dropped
+	confirm   bool // the engine compares all members before it believes the stack of a single member
+	rollback  bool // a new engine deletes a snapshot which some member lacks
+	fence     bool // a replica refuses a late SEAL of a dead engine
+	identity  bool // the engine tells two tries to cut one snapshot apart when a replica comes back
+	abort     bool // found by the explorer: an engine aborts a failed cut on every member before anything else
+	// Found by the explorer, too: after a failed cut, no write continues before the members have the same snapshots.
 	levelFirst bool
-	layers     bool // a replica that comes back gets the snapshots that it lacks, and loses those that are gone
+	layers     bool // a returning replica gets the snapshots which the replica lacks, and loses the deleted ones
 }
 
 func allCutRules() cutRules {
@@ -35,7 +35,7 @@ type cutLimits struct {
 	deletes                                    bool
 }
 
-// sealed is a snapshot in a replica's stack; try 0: it has none.
+// sealed is a snapshot in a replica's stack; try 0: no snapshot.
 type sealed struct{ try, val int8 }
 
 type cutReplica struct {
@@ -50,11 +50,11 @@ type cutEngine struct {
 	epoch, inc int8
 	members    uint8
 	adopted    uint8
-	pending    int8 // guest's write, 0: none
+	pending    int8 // guest's write, 0: no write
 	got        uint8
-	try        int8  // of the cut under way
-	done       uint8 // members that answered that they have sealed
-	torn       bool  // a cut was given up: the members may differ in snapshots
+	try        int8  // of the cut in progress
+	done       uint8 // members that answered the SEAL
+	torn       bool  // a cut failed: the members may differ in snapshots
 }
 
 const holding int8 = ready + 1
@@ -68,7 +68,7 @@ type seal struct {
 type cutState struct {
 	rep  [maxReplicas]cutReplica
 	eng  cutEngine
-	msg  [maxReplicas]seal // SEAL on its way
+	msg  [maxReplicas]seal // SEAL in progress
 	late [maxReplicas]seal // of a dead incarnation
 	api  struct {
 		epoch    int8
@@ -79,8 +79,8 @@ type cutState struct {
 	}
 	next, tries         int8
 	kills, hosts, stops int8
-	acked               int8 // ghosts: the newest write that was acknowledged; that, when the snapshot was asked for
-	asked               int8 // plus one; 0: it was not
+	acked               int8 // ghosts: the newest acknowledged write; the same when the snapshot was asked for,
+	asked               int8 // plus one; 0: not yet asked for
 }
 
 func startCut(l cutLimits) cutState {
@@ -114,7 +114,7 @@ func cutSuccessors(s cutState, l cutLimits, r cutRules) iter.Seq[step[cutState]]
 	}
 }
 
-// broken is the invariant: only members that are recorded count, whether they are up or not.
+// broken checks the invariant: only recorded members count, whether they are up or not.
 func broken(s *cutState) string {
 	is := s.api.reported
 	if is.try == 0 || s.api.deleting || s.api.deleted {
@@ -149,7 +149,7 @@ func cutEngineSteps(s cutState, l cutLimits, r cutRules, add cutAdder) {
 		if up == 0 || s.api.epoch >= l.epochs {
 			return
 		}
-		n := s // those that cannot be reached are left out by the same swap
+		n := s // the same swap leaves out the members that the engine cannot reach
 		n.api.epoch++
 		n.api.members = up
 		n.eng = cutEngine{phase: claimed, epoch: n.api.epoch, members: up}
@@ -173,7 +173,7 @@ func cutEngineSteps(s cutState, l cutLimits, r cutRules, add cutAdder) {
 			n.eng.adopted |= b
 			add("a member adopts", n)
 		}
-		// A member that does not answer is dropped; another one must be in its session.
+		// The engine drops a member that does not answer; another member must be in its session.
 		if g.members&b != 0 && g.adopted&b == 0 && g.adopted != 0 && s.api.epoch < l.epochs {
 			n := s
 			n.api.epoch++
@@ -188,7 +188,7 @@ func cutEngineSteps(s cutState, l cutLimits, r cutRules, add cutAdder) {
 				}
 			}
 			if h.phase != claimed {
-				h.phase += 10 // goes on where it was, once the survivors have adopted
+				h.phase += 10 // returns to its phase once the survivors have adopted
 			}
 			add("a member is dropped", n)
 		}
@@ -197,7 +197,7 @@ func cutEngineSteps(s cutState, l cutLimits, r cutRules, add cutAdder) {
 			n := s
 			src := &s.rep[bits.TrailingZeros8(g.members)]
 			q := &n.rep[m]
-			q.cur, q.epoch, q.inc = src.cur, g.epoch, g.inc // it adopts before anything is copied
+			q.cur, q.epoch, q.inc = src.cur, g.epoch, g.inc // the replica adopts before the engine copies anything
 			if r.layers && (r.identity && q.snap.try != src.snap.try || (q.snap.try == 0) != (src.snap.try == 0)) {
 				q.snap = src.snap
 			}
@@ -235,10 +235,10 @@ func cutEngineSteps(s cutState, l cutLimits, r cutRules, add cutAdder) {
 	}
 }
 
-// openCut is what an engine does before it serves: contents are made equal, and so are the lists of snapshots.
+// openCut resyncs the contents of the members and levels the lists of snapshots, before the engine serves.
 func openCut(s cutState, r cutRules, add cutAdder) {
 	g := &s.eng
-	for w := range maxReplicas { // any of them may be the winner
+	for w := range maxReplicas { // any member may be the winner
 		if g.members&bit(w) == 0 {
 			continue
 		}
@@ -255,12 +255,12 @@ func openCut(s cutState, r cutRules, add cutAdder) {
 	}
 }
 
-// levelled ends a cut that was given up.
+// levelled ends a failed cut.
 func levelled(s cutState, r cutRules, add cutAdder) {
 	n := s
 	level(&n, r)
 	n.eng.torn, n.eng.phase = false, ready
-	if r.abort { // what was prepared is gone: a SEAL that comes now finds nothing to do
+	if r.abort { // no cut is prepared any more: a late SEAL finds nothing to do
 		n.msg = [maxReplicas]seal{}
 	}
 	add("the snapshots are levelled", n)
@@ -355,7 +355,7 @@ func serveCut(s cutState, l cutLimits, r cutRules, add cutAdder) {
 	}
 }
 
-// common is the snapshot as all members have it, or as any has it where that is not compared.
+// common is the snapshot of the first member: the same as on all members, if the engine has compared the members.
 func common(s *cutState) (is sealed) {
 	for m := range maxReplicas {
 		if s.eng.members&bit(m) != 0 {
@@ -373,7 +373,7 @@ func holdCut(s cutState, l cutLimits, r cutRules, add cutAdder) {
 		}
 		return
 	}
-	for m := range l.replicas { // a cut goes on with a member that came back within its session
+	for m := range l.replicas { // a cut continues with a member that came back within its session
 		if b := bit(m); g.members&b != 0 && g.adopted&b != 0 && g.done&b == 0 && !s.msg[m].on && s.rep[m].up {
 			n := s
 			n.msg[m] = seal{true, g.epoch, g.inc, g.try}
@@ -390,7 +390,7 @@ func holdCut(s cutState, l cutLimits, r cutRules, add cutAdder) {
 		n.eng.phase, n.eng.done = ready, 0
 		add("the cut is reported", n)
 	}
-	if g.done == 0 { // not one member answers
+	if g.done == 0 { // no member answered
 		n := s
 		if n.eng.torn = true; !r.levelFirst {
 			n.eng.phase = ready

@@ -11,15 +11,15 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// step is something that can happen, and the state after it.
+// step is a possible event, and the state after the event.
 type step[S comparable] struct {
 	name string
 	to   S
-	bad  string // an invariant that this very step breaks
+	bad  string // an invariant broken by this step
 }
 
-// explore visits every state that is reachable from the first, breadth first, and returns how many there are, and the
-// shortest story that ends in a broken invariant, if any. It knows a state again by a hash of 64 bits, as TLC does
+// explore visits every reachable state, breadth first, and returns the number of states, and the shortest story that
+// ends in a broken invariant, if any. A hash of 64 bits identifies a state, as in TLC
 // (https://lamport.azurewebsites.net/tla/tools.html): with 3 million states the odds that two have the same hash are 1
 // to 4 million.
 func explore[S comparable](first S, successors func(S) iter.Seq[step[S]], most int) (visited int, story []string, bad string) {
@@ -60,12 +60,12 @@ func explore[S comparable](first S, successors func(S) iter.Seq[step[S]], most i
 	return len(trail), nil, ""
 }
 
-// search explores one of the worlds of the protocol.
+// search explores a world of the protocol.
 func search(l limits, r rules) (visited int, story []string, bad string) {
 	return explore(start(l), func(s state) iter.Seq[step[state]] { return successors(s, l, r) }, 3_000_000)
 }
 
-// worlds are the bounded scopes that are searched whole.
+// worlds are the bounded scopes: the explorer visits all states of each.
 var worlds = map[string]limits{
 	"kill":     {replicas: 2, writes: 2, epochs: 3, kills: 1},
 	"power":    {replicas: 2, writes: 2, epochs: 3, powers: 2},
@@ -92,7 +92,7 @@ func TestProtocolHolds(t *testing.T) {
 	}
 }
 
-// TestEveryRuleIsNeeded takes one rule out at a time; the explorer must find what goes wrong then.
+// TestEveryRuleIsNeeded: the model without a single rule has a story that breaks an invariant.
 func TestEveryRuleIsNeeded(t *testing.T) {
 	suite.Slow(t)
 	for name, c := range map[string]struct {

@@ -5,8 +5,8 @@ import (
 	"math/bits"
 )
 
-// The model. One region of one volume; a value is the number of the write that made it, 0 the initial content.
-// Every rule that the protocol rests on can be switched off in `rules`.
+// The model. One region of one volume; a value is the number of the write with this content, 0 the initial content.
+// Every rule of the protocol can be switched off in `rules`.
 
 const (
 	maxReplicas = 3
@@ -14,21 +14,21 @@ const (
 )
 
 type rules struct {
-	dropBeforeAck bool // I2: a member leaves the API's record before anything is acknowledged without it
-	fence         bool // I3: a replica refuses what is below the (epoch, incarnation) that it adopted
+	dropBeforeAck bool // I2: a member leaves the API's record before the engine acknowledges a write without the member
+	fence         bool // I3: a replica refuses every (epoch, incarnation) below the adopted pair
 	incarnations  bool // rule 3: within an epoch, an older process's late message is refused
-	resyncFirst   bool // rule 2: after an unclean end one member is copied to the others before anything is read
-	bothIntents   bool // rule 1: equalising copies the union of both sides' intents
+	resyncFirst   bool // rule 2: after an unclean end the engine copies one member to the others before any read
+	bothIntents   bool // rule 1: a resync copies the union of both sides' intents
 	durableIntent bool // rule 1: the intent is durable before the write
 	keepIntents   bool // rule 1: intents stay while a replica is away
 	// Found by the explorer:
-	bootRecord     bool // a replica whose machine restarted since its last session says so when it is adopted again
-	sessionAnswers bool // an answer counts only while the session that gave it lives
-	intactSurvivor bool // nobody is dropped unless a member with an unbroken session stays
-	syncedJoin     bool // a newcomer's copy is durable before the swap that makes it a member
-	// An engine may begin without members that it does not reach. Nobody copied the winner to them:
-	missingStays bool // they never serve, until the engine has dropped them
-	missingKept  bool // and the device remembers them for the next process
+	bootRecord     bool // a replica whose machine restarted since the last session says so at the next adoption
+	sessionAnswers bool // an answer counts only during the session of the answer
+	intactSurvivor bool // the engine drops no member unless a member with an unbroken session stays
+	syncedJoin     bool // a newcomer's copy is durable before the swap makes the newcomer a member
+	// An engine may begin without missing members. The engine has not copied the winner to the missing members:
+	missingStays bool // missing members never serve, until the engine has dropped them
+	missingKept  bool // and the device record names the missing members for the next process
 }
 
 func allRules() rules {
@@ -47,10 +47,10 @@ type message struct {
 
 type replica struct {
 	up         bool
-	lost       bool // its machine restarted since its last session
+	lost       bool // the machine restarted since the replica's last session
 	intent     bool
 	epoch, inc int8
-	cur, dur   int8 // content as read now; content that power loss leaves
+	cur, dur   int8 // content as read now; content after power loss
 }
 
 type engine struct {
@@ -59,10 +59,10 @@ type engine struct {
 	inc     int8
 	members uint8
 	adopted uint8
-	copied  uint8 // members that hold the winner's content
-	winner  int8  // that this process copies from: replica + 1, 0: none needed. No disk and no server knows it
+	copied  uint8 // members with the winner's content
+	winner  int8  // source of this process's copies: replica + 1, 0: none needed. Known to no disk and no server
 	missing uint8 // members that this engine began without
-	pending int8  // guest's write, 0: none
+	pending int8  // guest's write, 0: no write
 	got     uint8
 }
 
@@ -75,7 +75,7 @@ const (
 type state struct {
 	rep [maxReplicas]replica
 	eng [engines]engine
-	// msg: a write on its way; late: one of a dead incarnation.
+	// msg: a write in progress; late: a write of a dead incarnation.
 	msg, late [engines][maxReplicas]message
 	api       struct {
 		epoch   int8
@@ -85,7 +85,7 @@ type state struct {
 	}
 	next                      int8 // number of the next write
 	kills, hosts, stops, pows int8 // faults used up
-	// Ghosts, what the guest may count on: floor = oldest content that a read may still show; flushed = the same after
+	// Ghosts, the promises to the guest: floor = oldest content that a read may still show; flushed = the same after
 	// power loss; seen = the newest content that a read has shown.
 	floor, flushed, seen int8
 }
@@ -102,7 +102,7 @@ func start(l limits) state {
 	return s
 }
 
-// successors are all things that can happen next.
+// successors are all possible next steps.
 func successors(s state, l limits, r rules) iter.Seq[step[state]] {
 	return func(yield func(step[state]) bool) {
 		more := true
@@ -162,7 +162,7 @@ func engineSteps(s state, e int, l limits, r rules, add adder) {
 			k.missing = 0
 		}
 		winners := []int8{0}
-		if k.winner != 0 { // nobody knows what the dead process copied from, and nothing was read
+		if k.winner != 0 { // no replica has a record of the dead process's winner, and the guest read nothing
 			winners = membersOf(k.members)
 		}
 		for _, w := range winners {
@@ -187,7 +187,7 @@ func engineSteps(s state, e int, l limits, r rules, add adder) {
 	}
 }
 
-// membersOf lists the replicas of a set, each plus one.
+// membersOf lists the replicas of a set, each plus 1.
 func membersOf(set uint8) (list []int8) {
 	for m := range maxReplicas {
 		if set&bit(m) != 0 {
@@ -197,8 +197,8 @@ func membersOf(set uint8) (list []int8) {
 	return list
 }
 
-// claim is the attach: one swap takes the epoch. After an unclean end the engine chooses a winner, which may be any member:
-// each has all that was acknowledged.
+// claim is the attach: one swap takes the epoch. After an unclean end the engine chooses a winner. Any member may be
+// the winner, because each member has all acknowledged writes.
 func claim(s state, e int, l limits, r rules, add adder) {
 	if s.api.epoch >= l.epochs {
 		return
@@ -232,8 +232,8 @@ func claim(s state, e int, l limits, r rules, add adder) {
 	}
 }
 
-// begin is the choice of an engine to go on without the members that it does not reach, as long as it has one of them and
-// the winner. They stay members until it has dropped them.
+// begin lets an engine serve without the missing members, as long as the engine has a member, and the winner if any.
+// Missing members stay members until the engine has dropped them.
 func begin(s state, e int, add adder) {
 	g := &s.eng[e]
 	left := g.members &^ g.adopted
@@ -261,7 +261,7 @@ func adopt(s state, e, m int, r rules, add adder) {
 		add(id+" is refused and stops", n, "")
 		return
 	}
-	// Its unflushed writes may be gone. Only the last member is taken as it is.
+	// The replica's unflushed writes may be lost. Only the last member is adopted in this state.
 	if r.bootRecord && p.lost && g.members != bit(m) && g.winner == 0 {
 		// No replica has the newest content any more: the device fails, and a new attach decides.
 		if !anyIntact(s, g.members&^g.missing) {
@@ -269,7 +269,7 @@ func adopt(s state, e, m int, r rules, add adder) {
 			n.floor, n.seen = min(n.floor, n.flushed), min(n.seen, n.flushed)
 			add(id+" finds every member restarted and stops", n, "")
 		}
-		return // drop() is what is left
+		return // only drop() can follow
 	}
 	q := &n.rep[m]
 	q.epoch, q.inc, q.lost = g.epoch, g.inc, false
@@ -279,8 +279,8 @@ func adopt(s state, e, m int, r rules, add adder) {
 	add(id+" is adopted", n, "")
 }
 
-// settle makes an engine ready once all members that are not missing adopted it and the winner is copied out to them;
-// what the guest waits for is then sent again to those who did not answer.
+// settle makes an engine ready once all members, except missing members, have adopted the engine and have the winner's
+// content. The engine then sends the guest's pending write again to the members without an answer.
 func settle(s *state, e int) {
 	g := &s.eng[e]
 	here := g.members &^ g.missing
@@ -338,7 +338,7 @@ func drop(s state, e, m int, l limits, r rules, add adder) {
 	n.api.epoch++
 	n.api.members = h.members
 	h.epoch, h.inc, h.adopted, h.phase = n.api.epoch, 0, 0, claimed
-	for i := range l.replicas { // in flight under the old epoch: sent again under the new one
+	for i := range l.replicas { // in flight under the old epoch: sent again under the new epoch
 		if n.msg[e][i].on {
 			n.late[e][i], n.msg[e][i] = n.msg[e][i], message{}
 		}
@@ -360,7 +360,7 @@ func copyRegion(s *state, from, to int, r rules) {
 	}
 }
 
-// join brings a replica back: under the region's lock, so no write is under way.
+// join brings a replica back: under the region's lock, so no write is in progress.
 func join(s state, e, m int, l limits, r rules, add adder) {
 	g, p := &s.eng[e], &s.rep[m]
 	if g.phase != ready || g.missing != 0 || g.pending != 0 || !p.up || s.api.epoch >= l.epochs {
@@ -376,7 +376,7 @@ func join(s state, e, m int, l limits, r rules, add adder) {
 	}
 	n := s
 	src := bits.TrailingZeros8(g.members)
-	// ADOPT comes first: it stops late writes to the newcomer.
+	// ADOPT comes first, and stops late writes to the newcomer.
 	q := &n.rep[m]
 	q.epoch, q.inc, q.lost = n.api.epoch+1, 0, false
 	copyRegion(&n, src, m, r)
@@ -391,7 +391,7 @@ func join(s state, e, m int, l limits, r rules, add adder) {
 	add(string(rune('A'+e))+" takes a replica back", n, "")
 }
 
-// serve is what a ready engine does for its guest.
+// serve has the steps of a ready engine for its guest.
 func serve(s state, e int, l limits, r rules, add adder) {
 	g := &s.eng[e]
 	id := string(rune('A' + e))
@@ -411,7 +411,7 @@ func serve(s state, e int, l limits, r rules, add adder) {
 		n := s
 		bad := ""
 		for m := range l.replicas {
-			// Also a fenced engine may hear its members' answers late, if its successor found the write there.
+			// Also a fenced engine may hear its members' answers late, if the engine's successor found the write there.
 			if s.api.members&bit(m) != 0 && s.rep[m].cur < g.pending && !s.rep[m].lost {
 				bad = "acknowledged, but a recorded member does not have the write"
 			}
@@ -481,7 +481,7 @@ func replicaSteps(s state, m int, l limits, r rules, add adder) {
 	}
 	gone := func(n *state) {
 		n.rep[m].up = false
-		for e := range engines { // its sessions break
+		for e := range engines { // the replica's sessions break
 			n.eng[e].adopted &^= bit(m)
 			if r.sessionAnswers {
 				n.eng[e].got &^= bit(m)
@@ -508,7 +508,7 @@ func replicaSteps(s state, m int, l limits, r rules, add adder) {
 		if !r.durableIntent && p.cur == p.dur {
 			n.rep[m].intent = false
 		}
-		// The last copy, or all of them: the guest's unflushed writes may be gone, as with any disk's cache.
+		// The last copy, or all copies: the guest's unflushed writes may be lost, as with any disk's cache.
 		if others := s.api.members &^ bit(m); !anyIntact(s, others) {
 			n.floor, n.seen = min(n.floor, n.flushed), min(n.seen, n.flushed)
 		}
@@ -538,7 +538,7 @@ func deliver(s state, e, m int, w *message, at func(*state) *message, r rules, a
 	n := s
 	*at(&n) = message{}
 	refuse := r.fence && (w.epoch < p.epoch || r.incarnations && w.epoch == p.epoch && w.inc < p.inc)
-	if p.lost { // the session broke; nothing of it is taken before the next ADOPT
+	if p.lost { // the session broke; the replica takes no write before the next ADOPT
 		refuse = true
 	}
 	if refuse {
