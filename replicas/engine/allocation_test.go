@@ -16,7 +16,7 @@ func TestNothingIsAllocatedPerBlock(t *testing.T) {
 	var allocs float64
 	r.l.do(func() {
 		m := r.m[0]
-		r.e.cfg.Members[0].Member = direct{m} // the scripted member itself allocates
+		r.e.cfg.Members[0].Member = direct{m} // a scripted member allocates
 		allocs = testing.AllocsPerRun(1000, func() {
 			req.Op = block.OpWrite
 			r.e.Submit(req)
@@ -44,7 +44,7 @@ func BenchmarkWholeBlock(b *testing.B) {
 	})
 }
 
-// TestNothingIsAllocatedPerWatchedBlock: nor is anything by the stall timeout.
+// TestNothingIsAllocatedPerWatchedBlock: the stall timeout allocates nothing, either.
 func TestNothingIsAllocatedPerWatchedBlock(t *testing.T) {
 	w := NewWatch()
 	defer w.Close()
@@ -59,7 +59,7 @@ func TestNothingIsAllocatedPerWatchedBlock(t *testing.T) {
 	}
 }
 
-// prompt is a member that answers at once.
+// prompt is a member that answers immediately.
 type prompt struct{ Cutter }
 
 func (prompt) Submit(r *block.Request) { r.Err = nil; r.Done(r) }

@@ -8,7 +8,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// Memory that a disk which hangs may still use outlives the pool.
+// TestPoolOutlived: a closed pool keeps the memory that a hanging disk may still use.
 func TestPoolOutlived(t *testing.T) {
 	p, err := NewPool()
 	if err != nil {
@@ -17,9 +17,9 @@ func TestPoolOutlived(t *testing.T) {
 	b := &p.reads
 	n := len(b.free) - 1
 	lent := b.free[n]
-	b.free = append(b.free[:n], newAlignedBuffer(bounceSize)) // another one in its place
+	b.free = append(b.free[:n], newAlignedBuffer(bounceSize)) // another buffer takes the free place
 	p.Close()
-	clear(lent) // a fault, if it is not there
+	clear(lent) // a fault, if the memory is unmapped
 	if len(b.all) != 1 || len(p.writes.all) != 0 {
 		t.Errorf("%d and %d buffers are mapped", len(b.all), len(p.writes.all))
 	}
@@ -29,8 +29,8 @@ func TestPoolOutlived(t *testing.T) {
 	}
 }
 
-// TestPartialBlocksBesideAHungVolume: volumes whose disks hang have many partial reads and writes under way, and
-// another volume of their I/O thread is served all the same. In the end all of them are, and the pool is as it was.
+// TestPartialBlocksBesideAHungVolume: volumes whose disks hang have many partial reads and writes in progress, and the
+// I/O thread still serves another volume. In the end every request has an answer, and the pool has all its buffers.
 func TestPartialBlocksBesideAHungVolume(t *testing.T) {
 	p, err := NewPool()
 	if err != nil {
@@ -85,7 +85,7 @@ func TestPartialBlocksBesideAHungVolume(t *testing.T) {
 	if !bytes.Equal(got, append(fill(512, 0), fill(512, 2)...)) {
 		t.Error("the healthy volume reads something else than was written")
 	}
-	// Its own further ones take turns.
+	// Further partial writes of the healthy volume take turns.
 	var turns []chan error
 	l.do(func() { well.m[0].auto = false })
 	for i := range int64(3) {

@@ -42,9 +42,9 @@ func (m *compared) SnapEnd(context.Context) error {
 	return nil
 }
 
-// TestCompare: members with the same content pass, and a difference is an error that names both. Only the layer of the
-// snapshot is read, once all members have finished it; before, its map would be the file of the former head, and a walk
-// through that file could cost the volume a member.
+// TestCompare: members with the same content pass, and a difference is an error with both names. The engine reads only
+// the layer of the snapshot, and only once all members have finished the layer; before, the layer's map would be the
+// file of the former head, and a walk through the file could cost the volume a member.
 func TestCompare(t *testing.T) {
 	for _, c := range []struct {
 		name, snapshot string

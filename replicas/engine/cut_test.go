@@ -13,14 +13,14 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// cuttable is a member that can be cut.
+// cuttable is a member for cuts.
 type cuttable struct {
 	mirror
 	mu       sync.Mutex
 	prepared int
-	failed   bool          // its disk may have the cut: it takes no more writes
-	seal     error         // what DoCut says
-	aborts   chan struct{} // AbortCut waits for it; may be nil
+	failed   bool          // the disk may have the cut: the member takes no more writes
+	seal     error         // answer of DoCut
+	aborts   chan struct{} // AbortCut waits for its close; may be nil
 }
 
 func (m *cuttable) PrepareCut(context.Context, stack.Snapshot) error {
@@ -46,7 +46,7 @@ func (m *cuttable) AbortCut(context.Context) error {
 	return m.cause()
 }
 
-// cause is why it takes no more writes. The caller has the lock.
+// cause returns why the member takes no more writes. The caller has the lock.
 func (m *cuttable) cause() error {
 	if m.failed {
 		return stack.ErrFailed
@@ -67,7 +67,7 @@ func (m *cuttable) Changed(context.Context, string, string, []string, int64) ([]
 	return nil, nil
 }
 
-// cutRig is a rig whose members can be cut, and whose drops succeed.
+// cutRig is a rig with cuttable members and successful drops.
 func cutRig(t *testing.T, n int) (*rig, []*cuttable) {
 	var all []*cuttable
 	r := newRig(t, n, func(c *Config) {
@@ -97,8 +97,9 @@ func (r *rig) cut(t *testing.T) error {
 	}
 }
 
-// TestCutOnFailedDisks: a member whose disk may have a cut, and does not say so, is not asked to make it again. Where
-// there is another one it is dropped before a write goes on; the only one fails its writes by itself.
+// TestCutOnFailedDisks: a member whose disk may have the cut answers with an error. The engine does not ask the member
+// again for this cut, and drops the member before a write continues, if a healthy member is left. A single member fails
+// its own writes.
 func TestCutOnFailedDisks(t *testing.T) {
 	away := api.Errorf(api.Unavailable, "not now")
 	for name, c := range map[string]struct {
@@ -138,7 +139,7 @@ func TestCutOnFailedDisks(t *testing.T) {
 				}
 				wrote := r.start(block.OpWrite, 0, fill(block.Size, 1), 0)
 				select {
-				case <-wrote: // it goes on
+				case <-wrote:
 				case <-time.After(time.Hour):
 					t.Error("a write is held back")
 				}
@@ -147,8 +148,8 @@ func TestCutOnFailedDisks(t *testing.T) {
 	}
 }
 
-// TestFailedMemberKeepsNoSnapshot: a member that takes no more writes, and was not written to since, does not keep the
-// others from being cut: it is dropped.
+// TestFailedMemberKeepsNoSnapshot: a member that takes no more writes, and got none since, does not prevent a cut of
+// the other members: the engine drops the failed member.
 func TestFailedMemberKeepsNoSnapshot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, all := cutRig(t, 2)
@@ -171,8 +172,8 @@ func TestFailedMemberKeepsNoSnapshot(t *testing.T) {
 	})
 }
 
-// TestWritesDoNotWaitForAnAbort: writes that were held for a cut which is given up go on before the members have
-// answered that they give it up, too. Another cut begins after that.
+// TestWritesDoNotWaitForAnAbort: the engine aborts a cut, and held writes continue before all members have answered the
+// abort. Another cut begins after the last answer.
 func TestWritesDoNotWaitForAnAbort(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, all := cutRig(t, 2)
@@ -208,8 +209,8 @@ func TestWritesDoNotWaitForAnAbort(t *testing.T) {
 	})
 }
 
-// TestCutBesideAReadThatHangs: writes are not held for a read that waits for another machine. The snapshot is tried
-// again.
+// TestCutBesideAReadThatHangs: a cut holds no writes for a read that waits for another machine. The engine tries the
+// snapshot again.
 func TestCutBesideAReadThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, _ := cutRig(t, 2)
@@ -242,7 +243,7 @@ func TestCutBesideAReadThatHangs(t *testing.T) {
 	})
 }
 
-// TestCutOfASingleMemberHoldsNoWrites: a single member cuts beside its own writes, and waits for none of them.
+// TestCutOfASingleMemberHoldsNoWrites: a single member cuts beside its own writes, and waits for no write.
 func TestCutOfASingleMemberHoldsNoWrites(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, _ := cutRig(t, 1)
@@ -257,7 +258,7 @@ func TestCutOfASingleMemberHoldsNoWrites(t *testing.T) {
 	})
 }
 
-// slowCut is a replica that a disk is slow to cut: its calls wait for each other, and go on when nobody waits for them.
+// slowCut is a replica on a disk that is slow to cut. Calls wait for each other, and continue after their callers left.
 type slowCut struct {
 	*cuttable
 	turn  chan struct{} // a mutex
@@ -297,8 +298,8 @@ func (m *slowCut) Forget(context.Context, string) error {
 	return nil
 }
 
-// TestSlowDiskIsCut: a disk that takes long for a cut keeps no writes of a single member back, so nobody is in a hurry:
-// the cut is not given up, or no try would ever succeed.
+// TestSlowDiskIsCut: a slow cut holds no writes of a single member back, so the cut has no time limit. With a limit, no
+// try would ever succeed.
 func TestSlowDiskIsCut(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := NewWatch()

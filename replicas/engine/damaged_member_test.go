@@ -8,7 +8,8 @@ import (
 	"drover.io/drover/block"
 )
 
-// A member that is damaged where it is read stays one; where it fails otherwise it is dropped.
+// TestDamagedMemberStays: a member with damage at the place of a read stays a member; a member that fails otherwise is
+// dropped.
 func TestDamagedMemberStays(t *testing.T) {
 	r := newRig(t, 3, nil)
 	copy(r.m[1].data, fill(4096, 9))
@@ -43,7 +44,8 @@ func TestDamagedMemberStays(t *testing.T) {
 	within(t, "word of a drop", r.dropped)
 }
 
-// One member is damaged where it is read, and the other does not answer: that one is dropped, and the guest is told.
+// TestDamagedMemberAlone: one member is damaged at the place of a read, and the other does not answer. The engine drops
+// the silent member, and the guest gets an error.
 func TestDamagedMemberAlone(t *testing.T) {
 	damaged := api.Errorf(api.Corrupt, "the disk: %w", syscall.EIO)
 	away := api.Errorf(api.Unavailable, "no answer")

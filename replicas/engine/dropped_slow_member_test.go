@@ -10,8 +10,8 @@ import (
 )
 
 // TestDroppedSlowMemberLetsGoOfRequests: a member of this node whose disk was slow lately has the longest limit of a
-// request. The engine drops the member for another failure, and the disk hangs with requests: the close of the member
-// answers these requests all the same, because the guest's writes wait for the answers.
+// request. The engine drops the member for another failure, and the disk hangs with requests. The close of the member
+// answers these requests, because the guest's writes wait for the answers.
 func TestDroppedSlowMemberLetsGoOfRequests(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w, loop := NewWatch(), newLoop(t)
@@ -45,8 +45,8 @@ func TestDroppedSlowMemberLetsGoOfRequests(t *testing.T) {
 	})
 }
 
-// TestWriteEndsBesideADroppedMemberThatHangs is the same with an engine: one write of the member fails, so that the
-// engine drops the member, and the disk never answers the other write.
+// TestWriteEndsBesideADroppedMemberThatHangs: the same with an engine. One write of the member fails, so the engine
+// drops the member, and the disk never answers the other write.
 func TestWriteEndsBesideADroppedMemberThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := NewWatch()

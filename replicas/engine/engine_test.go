@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// testLoop runs what is posted on one goroutine, as the real loop does on one thread.
+// testLoop runs posted functions on one goroutine, as the real loop does on one thread.
 type testLoop struct {
 	mu     sync.Mutex
 	wake   *sync.Cond
@@ -63,14 +63,14 @@ func (l *testLoop) run() {
 	}
 }
 
-// do runs fn on the loop and waits for it.
+// do runs fn on the loop and waits for its end.
 func (l *testLoop) do(fn func()) {
 	done := make(chan struct{})
 	l.Post(func() { fn(); close(done) })
 	<-done
 }
 
-// memory is a member whose disk is a slice and whose answers the test gives.
+// memory is a member with a slice as its disk, and with answers that the test gives.
 type memory struct {
 	t       testing.TB
 	data    []byte
@@ -164,8 +164,8 @@ type rig struct {
 	l       *testLoop
 	e       *Engine
 	m       []*memory
-	drops   chan string // members that Drop was asked for
-	settle  chan error  // what it says
+	drops   chan string // arguments of Drop
+	settle  chan error  // answers of Drop
 	space   chan bool
 	fenced  chan error
 	dropped chan string
@@ -235,7 +235,7 @@ func (r *rig) close() {
 	}
 }
 
-// start submits a request; the channel tells its outcome.
+// start submits a request; the channel gets its outcome.
 func (r *rig) start(kind block.Op, off int64, buf []byte, n int64) chan error {
 	done := make(chan error, 1)
 	if buf != nil {
@@ -265,7 +265,7 @@ func (r *rig) pending(m int) (n int) {
 	return n
 }
 
-// within returns what comes from a channel; what does not come ends the test under its name.
+// within returns a value from a channel; a missing value ends the test.
 func within[T any](t testing.TB, what string, from <-chan T) T {
 	t.Helper()
 	late := time.NewTimer(5 * time.Minute)
@@ -361,7 +361,7 @@ func TestDropBeforeAck(t *testing.T) {
 		t.Fatalf("dropped %s", m)
 	}
 	waits(t, done, "the drop is not settled")
-	// The outcome is unknown: no I/O for the member, no ack without it.
+	// The outcome is unknown: the member gets no I/O, and the engine acknowledges no write.
 	r.settle <- api.Errorf(api.Unavailable, "time-out")
 	second := r.start(block.OpWrite, 8192, fill(4096, 2), 0)
 	flush := r.start(block.OpFlush, 0, nil, 0)
@@ -422,7 +422,7 @@ func TestLastMemberIsNeverDropped(t *testing.T) {
 	waits(t, one, "a drop is not settled")
 	r.settle <- nil
 	is(t, one, syscall.EIO)
-	// Whoever is left serves on, and its errors are the guest's.
+	// The last member serves on, and the guest gets its errors.
 	_, names, _ := r.e.Epoch(t.Context())
 	left := int(names[0][0] - 'a')
 	two := r.start(block.OpWrite, 0, fill(4096, 1), 0)
@@ -474,7 +474,7 @@ func TestNoRoomHoldsWrites(t *testing.T) {
 	r := newRig(t, 1, nil)
 	a := r.start(block.OpWrite, 0, fill(4096, 1), 0)
 	b := r.start(block.OpWrite, 8192, fill(512, 2), 0) // partial
-	r.answer(0, 1, nil)                                // its block is read
+	r.answer(0, 1, nil)                                // the read of b's block
 	r.answer(0, 1, syscall.ENOSPC)
 	r.answer(0, 0, syscall.ENOSPC)
 	if !within(t, "word of room", r.space) {
@@ -496,12 +496,12 @@ func TestNoRoomHoldsWrites(t *testing.T) {
 	if n := r.pending(0); n != 1 {
 		t.Fatalf("%d requests probe for room", n)
 	}
-	r.answer(0, 0, nil) // b: its block is read anew
+	r.answer(0, 0, nil) // b: the read of its block, again
 	r.answer(0, 0, syscall.ENOSPC)
 	waits(t, a, "there is no room")
 	waits(t, b, "there is no room")
 	r.e.Retry()
-	r.answer(0, 0, nil) // a has room, b follows, and so does what overlaps a
+	r.answer(0, 0, nil) // a has room; b follows, and the write that overlaps a
 	is(t, a, nil)
 	for r.pending(0) > 0 {
 		r.answer(0, 0, nil)

@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// tracked is a mirror that says when it is tracked: when Join has it as long as the volume was.
+// tracked is a mirror that calls track in Track: Join has by then made the mirror as long as the volume.
 type tracked struct {
 	mirror
 	track func() error
@@ -17,7 +17,8 @@ type tracked struct {
 
 func (m *tracked) Track(context.Context, bool) error { return m.track() }
 
-// A volume grows while a replica joins, before and after it gets all writes: it is as long as the others in the end.
+// TestExpandWhileAReplicaJoins: a volume grows while a replica joins, before and after the replica gets all writes. In
+// the end the replica is as long as the other members.
 func TestExpandWhileAReplicaJoins(t *testing.T) {
 	for _, early := range []bool{true, false} {
 		r := newRig(t, 2, func(c *Config) {
@@ -39,7 +40,7 @@ func TestExpandWhileAReplicaJoins(t *testing.T) {
 			joined <- err
 		}()
 		select {
-		case <-m.digests: // it gets all writes from now on
+		case <-m.digests: // the replica gets all writes from now on
 		case err := <-joined:
 			t.Fatal(err)
 		}
@@ -68,7 +69,7 @@ func TestExpandWhileAReplicaJoins(t *testing.T) {
 	}
 }
 
-// lengthy is a member that knows how long it was made.
+// lengthy is a member that records its size.
 type lengthy struct {
 	*memory
 	size *int64
@@ -79,8 +80,8 @@ func (m lengthy) Expand(_ context.Context, size int64) error {
 	return nil
 }
 
-// A member that is to be dropped may serve again should the others fail: a volume does not grow without it before it is
-// dropped.
+// TestExpandWhileAMemberIsDropped: a member with a proposed drop may serve again if the other members fail. A volume
+// does not grow without the member before the drop.
 func TestExpandWhileAMemberIsDropped(t *testing.T) {
 	var sizes [2]int64
 	r := newRig(t, 2, func(c *Config) {

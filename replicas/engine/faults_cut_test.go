@@ -13,15 +13,15 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// The snapshots of a replica that can break, and what the schedules do with them.
+// The snapshots of a faulty replica, and the steps of the schedules with snapshots.
 
-// snapped is a snapshot with what it holds.
+// snapped is a snapshot with its content.
 type snapped struct {
 	stack.Snapshot
 	data []byte
 }
 
-// at is the content of a snapshot, or the present one. The caller has mu.
+// at is the content of a snapshot, or the present content. The caller has mu.
 func (r *replica) at(uid string) []byte {
 	for _, s := range r.snaps {
 		if s.UID == uid {
@@ -150,8 +150,8 @@ func (r *replica) Changed(_ context.Context, _, _ string, _ []string, piece int6
 	return all, nil
 }
 
-// unlike has the replicas differ as an unclean end leaves them, and some of them away while the engine opens: whatever
-// that one copies first is what the guest finds.
+// unlike has the replicas differ, as after an unclean end, and has some of them away while the engine opens. The engine
+// chooses any member as the source of its first copies, and the guest reads this member's content.
 func (w *faulty) unlike() {
 	for i, name := range w.members {
 		r := w.all[name]
@@ -193,8 +193,8 @@ func (w *faulty) open(cfg Config) {
 	}
 }
 
-// opened takes what the adopted members hold for what the guest finds. Those that were missing come back, some of them
-// as all others go: nobody resynced them, so they must not serve.
+// opened sets the guest's model to the content of the adopted members. Missing members come back, some of them just as
+// all other members go away. The engine has not resynced the missing members, so they must not serve.
 func (w *faulty) opened() {
 	missing, others := w.e.Missing(), w.chance(2)
 	for _, r := range w.recorded() {
@@ -208,7 +208,7 @@ func (w *faulty) opened() {
 	}
 }
 
-// cut takes a snapshot, one at a time.
+// cut takes a snapshot; only one cut is in progress.
 func (w *faulty) cut() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -247,7 +247,7 @@ func (w *faulty) grow() {
 	})
 }
 
-// sameSnapshots: what was taken is on every recorded member, with the same content.
+// sameSnapshots: every recorded member has all reported snapshots, with the same content.
 func (w *faulty) sameSnapshots() {
 	for _, s := range w.taken {
 		var first []byte
@@ -257,7 +257,7 @@ func (w *faulty) sameSnapshots() {
 				w.t.Errorf("seed %d: member %s lacks snapshot %s", w.seed, r.name, s.Name)
 				continue
 			}
-			n := min(len(r.snaps[i].data), faultySize) // some were made longer by then
+			n := min(len(r.snaps[i].data), faultySize) // some snapshots were taken after an expansion
 			if first == nil {
 				first = r.snaps[i].data[:n]
 			}

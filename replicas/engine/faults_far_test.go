@@ -9,15 +9,15 @@ import (
 	"drover.io/drover/block"
 )
 
-// farReplica is a replica on another node. While that is away its requests wait, to be sent again.
+// farReplica is a replica on another node. While the node is away, requests wait, and are then sent again.
 type farReplica struct {
 	*replica
 
 	mu    sync.Mutex
 	link  func(down error)
 	dead  error
-	asked map[*block.Request]bool // what was not answered; false: it was abandoned while its memory was in use
-	late  int                     // requests that were abandoned, and the disk has them still
+	asked map[*block.Request]bool // requests without an answer; false: abandoned while the memory was in use
+	late  int                     // abandoned requests that the disk still has
 }
 
 // OnLink implements Remote.
@@ -27,7 +27,7 @@ func (f *farReplica) OnLink(fn func(down error)) {
 	f.link = fn
 }
 
-// Submit implements block.Submitter. What travels is a copy.
+// Submit implements block.Submitter. The disk gets a copy of the request.
 func (f *farReplica) Submit(q *block.Request) {
 	f.mu.Lock()
 	if q.Err = f.dead; q.Err != nil {
@@ -52,7 +52,7 @@ func (f *farReplica) Submit(q *block.Request) {
 		if again {
 			f.replica.Submit(sent)
 		} else if waits {
-			if q.Op == block.OpRead { // nobody writes to the memory of a write: the engine may use it for the next
+			if q.Op == block.OpRead { // else unchanged: the engine may reuse a write's memory
 				copy(q.Buf, sent.Buf)
 			}
 			q.Err = sent.Err
@@ -81,7 +81,7 @@ func (f *farReplica) Abandon(why error) {
 	}
 }
 
-// Adopt implements Member: it drains what the disk has of a session that was abandoned.
+// Adopt implements Member. Adopt succeeds only once the disk has no requests of an abandoned session.
 func (f *farReplica) Adopt(ctx context.Context, epoch, incarnation int64, members []string) error {
 	err := f.replica.Adopt(ctx, epoch, incarnation, members)
 	f.mu.Lock()

@@ -18,9 +18,10 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestFaults plays a guest against members that break, come back, fill up and join, beside an API whose answers get
-// lost. Whatever is acknowledged is on every member that the API records, at that moment; no I/O fails or hangs; in the
-// end all members are equal to what was written. DROVER_FAULTS plays that many schedules, DROVER_SEED one again.
+// TestFaults plays a guest against members that break, come back, fill up and join, beside an API that loses answers.
+// Every acknowledged write is, at the moment of the acknowledgement, on every member that the API records. No I/O fails
+// or hangs. In the end all members hold exactly the written content. DROVER_FAULTS sets the number of schedules,
+// DROVER_SEED repeats one schedule.
 func TestFaults(t *testing.T) {
 	n := suite.Count(t, "DROVER_FAULTS", 30, 500)
 	stalls, taken, missing, grown := 0, 0, 0, int64(0)
@@ -41,7 +42,7 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// replica is a member that can break.
+// replica is a faulty member.
 type replica struct {
 	w    *faulty
 	name string
@@ -51,15 +52,15 @@ type replica struct {
 	away    bool
 	full    bool
 	tracks  bool
-	hung    chan struct{} // closed when its disk goes on; nil: it does not hang
+	hung    chan struct{} // closed when the disk answers again; nil: the disk does not hang
 	pending []*block.Request
-	far     *farReplica // nil: it is on the engine's node
+	far     *farReplica // nil: on the engine's node
 
 	snaps    []snapped
 	prepared *stack.Snapshot
 }
 
-// faulty is a world of them. Time is the bubble's.
+// faulty has an engine, its members and its API. Time is the bubble's.
 type faulty struct {
 	t     *testing.T
 	seed  uint64
@@ -75,15 +76,15 @@ type faulty struct {
 	all     map[string]*replica
 	joins   sync.WaitGroup
 	joining int
-	alone   *replica // the only member of an engine for one; nil: it takes others
+	alone   *replica // the only member of an engine for a single member; nil: the engine takes more members
 	watch   *Watch
-	size    int64 // that an expansion has come to
+	size    int64 // size after the last expansion
 	growing bool
 	cutting bool
 	cuts    int
-	taken   []stack.Snapshot // cuts that were reported
-	stalls  int              // replicas that were abandoned
-	bufs    [][]byte         // of requests that are over: what is in use by a disk that hangs is not among them. Loop thread
+	taken   []stack.Snapshot // reported cuts
+	stalls  int              // number of abandoned replicas
+	bufs    [][]byte         // of answered requests, without buffers that a hanging disk still uses. Loop thread
 }
 
 // memory of a request. Loop thread.
@@ -115,7 +116,7 @@ func newFaulty(t *testing.T, seed uint64) *faulty {
 	n := 1 + w.pick(3)
 	cfg := Config{Loop: w.l, Size: faultySize, Epoch: 5, Incarnation: 1, Track: true, Lenient: true, Drop: w.drop, Add: w.add,
 		OnFence: func(err error) { t.Errorf("seed %d: fenced: %v", seed, err) }}
-	if seed%3 == 0 { // a volume with one replica, which is to have more
+	if seed%3 == 0 { // a volume with one replica, which gets more replicas
 		w.alone = w.replica("a")
 		w.members, n, cfg.Track = []string{"a"}, 0, false
 		cfg.Members = []Named{{Name: "a", Local: true, Member: w.member(w.alone, true)}}
@@ -135,7 +136,7 @@ func newFaulty(t *testing.T, seed uint64) *faulty {
 	return w
 }
 
-// member is a replica of the engine's node, or of another one.
+// member is a replica of the engine's node, or of another node.
 func (w *faulty) member(r *replica, near bool) Member {
 	on := Cutter(r)
 	if !near {
@@ -164,7 +165,7 @@ func (w *faulty) replica(name string) *replica {
 	return r
 }
 
-// outcome of a swap that the API has made or not.
+// outcome answers a swap. The API has made the swap even if the answer is lost.
 func (w *faulty) outcome() error {
 	if w.lossy && w.rng.IntN(2) == 0 {
 		return api.Errorf(api.Unavailable, "the answer is lost")
@@ -218,7 +219,7 @@ func (r *replica) Submit(q *block.Request) {
 	r.pending = append(r.pending, q)
 }
 
-// answer one request of those that wait. Loop thread.
+// answer answers a waiting request. Loop thread.
 func (r *replica) answer(i int) {
 	r.mu.Lock()
 	q := r.pending[i]
@@ -247,7 +248,7 @@ func (r *replica) reach(ctx context.Context) error {
 		far := r.far != nil
 		r.mu.Unlock()
 		if !far {
-			ctx = context.Background() // a disk does not hear of it
+			ctx = context.Background() // a disk ignores the context
 		}
 		select {
 		case <-hung:
@@ -297,7 +298,7 @@ func (r *replica) Digests(ctx context.Context, off, n int64) ([]byte, error) {
 	return sums(r.data, off, n), nil
 }
 
-// join has a new replica join, or one that was dropped.
+// join has a new replica join.
 func (w *faulty) join() {
 	w.mu.Lock()
 	if w.joining > 0 {
@@ -314,7 +315,7 @@ func (w *faulty) join() {
 		}()
 		if alone := w.alone; alone != nil {
 			if err := w.e.NoteIntents(w.t.Context()); err != nil {
-				return // the next one tries again
+				return // the next join tries again
 			}
 			w.alone = nil
 		}
@@ -329,7 +330,7 @@ func (w *faulty) join() {
 	})
 }
 
-// fault breaks something, or mends it.
+// fault breaks or repairs something.
 func (w *faulty) fault() {
 	w.mu.Lock()
 	names := make([]string, 0, len(w.all))
@@ -378,7 +379,7 @@ func (w *faulty) heal() {
 	}
 }
 
-// recorded are the replicas that the API says are members.
+// recorded are the members in the API's record.
 func (w *faulty) recorded() (list []*replica) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -388,7 +389,7 @@ func (w *faulty) recorded() (list []*replica) {
 	return list
 }
 
-// submit starts a request of the guest, apart from those under way. Loop thread.
+// submit starts a request of the guest which overlaps no request in progress. Loop thread.
 func (w *faulty) submit(busy map[int64]bool) {
 	const sector = 512
 	from := int64(w.pick(faultySize/sector - 1))
@@ -550,7 +551,7 @@ func (w *faulty) play() {
 		}
 	})
 	closed := make(chan struct{})
-	go func() { // its last flushes must be answered
+	go func() { // Close waits for the last flushes
 		defer close(closed)
 		_ = w.e.Close()
 	}()
@@ -562,7 +563,7 @@ func (w *faulty) play() {
 		default:
 		}
 	}
-	for w.watch.Waits() > 0 { // what hung is answered by now, or will be
+	for w.watch.Waits() > 0 { // hanging requests have answers by now, or get them here
 		w.l.do(func() { w.answers(20) })
 		time.Sleep(time.Millisecond)
 	}

@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// fetcher is a member that answers at once, and has no block below lacks yet.
+// fetcher is a member that answers immediately, and still lacks every block below lacks.
 type fetcher struct {
 	*memory
 	mu    sync.Mutex
@@ -44,7 +44,7 @@ func (f *fetcher) OnFetched(fn func()) {
 	f.tell = fn
 }
 
-// came lets the member have everything, and tell so.
+// came gives the member all blocks, and notifies the engine.
 func (f *fetcher) came() {
 	f.mu.Lock()
 	f.lacks = 0
@@ -80,7 +80,7 @@ func (f *fetcher) Digests(_ context.Context, off, n int64) (sums []byte, err err
 	return sums, nil
 }
 
-// fetchers is a rig whose members are those.
+// fetchers is a rig with these members.
 func fetchers(t *testing.T, change func(*Config), list ...*fetcher) *rig {
 	return newRig(t, 0, func(c *Config) {
 		for i, f := range list {
@@ -105,7 +105,8 @@ func (r *rig) asideIn(n int) {
 	r.t.Fatal("an operation that waits for blocks to be fetched is I/O under way")
 }
 
-// A read of blocks that the local member still fetches is answered by another one, and costs nobody its membership.
+// TestAnotherMemberAnswersWhatIsNotFetched: if the local member still fetches a block, another member answers the read.
+// No member is dropped.
 func TestAnotherMemberAnswersWhatIsNotFetched(t *testing.T) {
 	a, b := newFetcher(t, testSize), newFetcher(t, 0)
 	copy(b.data, "there")
@@ -120,8 +121,8 @@ func TestAnotherMemberAnswersWhatIsNotFetched(t *testing.T) {
 	}
 }
 
-// Where no member has fetched the blocks, reads of them are set aside, whole or partial, and so are writes of partial
-// blocks; they end once a member tells that they came.
+// TestWhatNobodyFetchedIsSetAside: if no member has fetched the blocks, the engine sets reads of these blocks aside,
+// whole or partial, and also writes of partial blocks. The requests end once a member reports the blocks as fetched.
 func TestWhatNobodyFetchedIsSetAside(t *testing.T) {
 	a, b := newFetcher(t, 2*block.Size), newFetcher(t, 2*block.Size)
 	r := fetchers(t, nil, a, b)
@@ -130,7 +131,7 @@ func TestWhatNobodyFetchedIsSetAside(t *testing.T) {
 	write := r.start(block.OpWrite, block.Size+512, fill(512, 7), 0)
 	r.asideIn(3)
 	is(t, r.start(block.OpWrite, 0, fill(block.Size, 3), 0), nil)
-	is(t, r.start(block.OpWrite, block.Size, fill(block.Size, 4), 0), nil) // the block of the write that waits
+	is(t, r.start(block.OpWrite, block.Size, fill(block.Size, 4), 0), nil) // the block of the waiting write
 	is(t, r.start(block.OpFlush, 0, nil, 0), nil)
 	waits(t, read, "its block is not there")
 	waits(t, small, "its block is not there")
@@ -152,7 +153,7 @@ func TestWhatNobodyFetchedIsSetAside(t *testing.T) {
 	}
 }
 
-// A member that cannot tell what it fetched is asked again after a while.
+// TestWhatIsNotFetchedIsAskedForAgain: the engine asks again, after a while, a member that reports no fetched blocks.
 func TestWhatIsNotFetchedIsAskedForAgain(t *testing.T) {
 	a := newFetcher(t, block.Size)
 	r := fetchers(t, nil, a)
@@ -164,7 +165,8 @@ func TestWhatIsNotFetchedIsAskedForAgain(t *testing.T) {
 	is(t, read, nil)
 }
 
-// A member that fails is dropped although another one that serves has not fetched what is read.
+// TestFailedMemberIsDroppedBesideAFetch: a failed member is dropped, although the other member has not fetched the
+// block of the read.
 func TestFailedMemberIsDroppedBesideAFetch(t *testing.T) {
 	a, b := newFetcher(t, block.Size), newFetcher(t, 0)
 	b.fail = func(*block.Request) error { return api.Errorf(api.Unavailable, "it is gone") }
@@ -182,7 +184,8 @@ func TestFailedMemberIsDroppedBesideAFetch(t *testing.T) {
 	is(t, read, nil)
 }
 
-// A replica joins while reads and writes wait for blocks that are fetched, and what is compared waits for its blocks.
+// TestJoinBesideAFetch: a replica joins while reads and writes wait for unfetched blocks, and the comparison waits for
+// its blocks.
 func TestJoinBesideAFetch(t *testing.T) {
 	a, b := newFetcher(t, block.Size), newFetcher(t, 0)
 	b.data = fill(testSize, 9)
@@ -216,7 +219,8 @@ func TestJoinBesideAFetch(t *testing.T) {
 	r.m = append(r.m, a.memory, b.memory)
 }
 
-// A cut does not wait for a write whose block is fetched, and the write does not begin before its end.
+// TestCutBesideAFetch: a cut does not wait for a write with an unfetched block, and the write does not begin before the
+// end of the cut.
 func TestCutBesideAFetch(t *testing.T) {
 	a := newFetcher(t, block.Size)
 	r := fetchers(t, nil, a)
@@ -239,7 +243,7 @@ func TestCutBesideAFetch(t *testing.T) {
 	is(t, write, nil)
 }
 
-// The end of an engine, and a newer one, end what is set aside.
+// TestWhatIsSetAsideEndsWithTheEngine: the close of an engine, or a fence, ends the requests set aside.
 func TestWhatIsSetAsideEndsWithTheEngine(t *testing.T) {
 	for _, how := range []string{"closed", "fenced"} {
 		a := newFetcher(t, block.Size)

@@ -10,9 +10,9 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestDropSnapshotBesideASuspect: a user deletes a snapshot while the engine suspects a member, whose drop is not decided.
-// The other member then fails to vouch for a moment, and the suspect serves again. Either the deletion failed, or the
-// suspect lacks the snapshot, too: otherwise the deleted snapshot is told again.
+// TestDropSnapshotBesideASuspect: a user deletes a snapshot while the engine suspects a member, whose drop is not
+// decided. The other member then fails to vouch for a moment, and the suspect serves again. Either the deletion failed,
+// or the suspect lacks the snapshot, too: otherwise the engine would report the deleted snapshot again.
 func TestDropSnapshotBesideASuspect(t *testing.T) {
 	s := stack.Snapshot{UID: "s", Name: "s", Layer: "l", Created: time.Unix(1, 0)}
 	suspect, other := newKeeper(s), newKeeper(s)

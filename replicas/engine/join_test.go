@@ -13,17 +13,17 @@ import (
 	"drover.io/drover/block"
 )
 
-// halfSize is the region that the members here note: they have two.
+// halfSize is the size of a region of these members: each member has two regions.
 const halfSize = int64(64) << 10
 
-// differs is a member of two regions whose second one has other content than that of another member.
+// differs is a member of two regions. The second region is filled with b, so members with another b differ.
 func differs(b byte, dirty ...int64) *scripted {
 	m := &scripted{data: make([]byte, 2*halfSize), region: halfSize, dirty: dirty, adopt: func(int) error { return nil }}
 	copy(m.data[halfSize:], bytes.Repeat([]byte{b}, int(halfSize)))
 	return m
 }
 
-// joins opens an engine of one member and has another one join.
+// joins opens an engine of one member, and a second member joins.
 func joins(t *testing.T, there, back *scripted, add func() error) error {
 	t.Helper()
 	e, err := Open(t.Context(), Config{Loop: newLoop(t), Size: 2 * halfSize, Epoch: 5, Incarnation: 1, Track: true,
@@ -40,8 +40,8 @@ func joins(t *testing.T, there, back *scripted, add func() error) error {
 	return joined
 }
 
-// TestJoinCopiesTheIntentsOfBothSides: the members do not know what a replica wrote that comes back, nor does it know what
-// they wrote.
+// TestJoinCopiesTheIntentsOfBothSides: a join copies the regions in the intents of the member, and the regions in the
+// intents of the returning replica. Neither side knows the other side's writes.
 func TestJoinCopiesTheIntentsOfBothSides(t *testing.T) {
 	for name, c := range map[string]struct{ there, back *scripted }{
 		"the member's":  {differs('A', 1), differs('B')},
@@ -59,7 +59,8 @@ func TestJoinCopiesTheIntentsOfBothSides(t *testing.T) {
 	}
 }
 
-// TestOpenCopiesTheIntentsOfAllMembers: after an unclean end each member may have written what no other one knows.
+// TestOpenCopiesTheIntentsOfAllMembers: after an unclean end, any member's intents may name a region that the other
+// members' intents lack. The open copies all such regions.
 func TestOpenCopiesTheIntentsOfAllMembers(t *testing.T) {
 	for name, c := range map[string]struct{ a, b *scripted }{
 		"the first":  {differs('A', 1), differs('B')},
@@ -80,8 +81,8 @@ func TestOpenCopiesTheIntentsOfAllMembers(t *testing.T) {
 	}
 }
 
-// TestJoinFlushesBeforeTheSwap: the swap says that the replica has what was flushed before, so its copy must be durable.
-// One that cannot flush it does not become a member.
+// TestJoinFlushesBeforeTheSwap: the swap says that the replica has all flushed content, so the copy must be durable
+// before. A replica that cannot flush does not become a member.
 func TestJoinFlushesBeforeTheSwap(t *testing.T) {
 	for _, fails := range []bool{false, true} {
 		there, back := differs('A', 1), differs('B')
@@ -113,7 +114,7 @@ func TestJoinFlushesBeforeTheSwap(t *testing.T) {
 	}
 }
 
-// lingers is a member whose end takes as long as the test says.
+// lingers is a member whose Close takes as long as the test says.
 type lingers struct {
 	mirror
 	goOn chan struct{}
@@ -121,8 +122,8 @@ type lingers struct {
 
 func (m lingers) Close() error { <-m.goOn; return m.mirror.Close() }
 
-// TestJoinWaitsForTheEndOfTheDroppedMember: the end of a dropped member's session ends every session with the replica. So
-// a Join of the same replica begins no session before that.
+// TestJoinWaitsForTheEndOfTheDroppedMember: the end of a dropped member's session ends every session with the replica.
+// So a Join of the same replica begins no session before.
 func TestJoinWaitsForTheEndOfTheDroppedMember(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		goOn := make(chan struct{})
@@ -155,7 +156,8 @@ func TestJoinWaitsForTheEndOfTheDroppedMember(t *testing.T) {
 	})
 }
 
-// TestHangingReplicaTakesNoTurn: a replica that does not answer when it is to join holds no turn, for which others wait.
+// TestHangingReplicaTakesNoTurn: a replica that does not answer at the beginning of a join takes no turn from other
+// joins.
 func TestHangingReplicaTakesNoTurn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, 1, func(c *Config) {

@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// keeper is a member that has snapshots.
+// keeper is a member with snapshots.
 type keeper struct {
 	*scripted
 	snapshots []stack.Snapshot
@@ -40,9 +40,9 @@ func newKeeper(snapshots ...stack.Snapshot) *keeper {
 	return &keeper{&scripted{data: make([]byte, 1<<20), adopt: func(int) error { return nil }}, snapshots, nil}
 }
 
-// TestUnreportedSnapshotIsTakenOut: a snapshot that is not on all members, and that the API never reported, is taken out
-// of the others; one that the API reported costs those their membership that lack it; and nothing is decided where the
-// API does not answer, or where each member lacks one.
+// TestUnreportedSnapshotIsTakenOut: a snapshot which some member lacks, and which the API never reported, is deleted
+// from the other members. If the API reported the snapshot, the members without the snapshot lose their membership. The
+// open fails if the API does not answer, or if each member lacks a snapshot.
 func TestUnreportedSnapshotIsTakenOut(t *testing.T) {
 	s := stack.Snapshot{UID: "s", Name: "s", Created: time.Unix(1, 0)}
 	other := stack.Snapshot{UID: "o", Name: "o", Created: time.Unix(2, 0)}
@@ -96,8 +96,8 @@ func TestUnreportedSnapshotIsTakenOut(t *testing.T) {
 	}
 }
 
-// TestSnapshotsWaitForTheDropOfAMissingMember: nobody has compared the snapshots of the members with those of one that
-// the engine did not reach, so they are not told as those of all.
+// TestSnapshotsWaitForTheDropOfAMissingMember: the engine has not compared the snapshots of a missing member, so the
+// engine reports no snapshots before the drop of the missing member.
 func TestSnapshotsWaitForTheDropOfAMissingMember(t *testing.T) {
 	s := stack.Snapshot{UID: "s", Name: "s", Created: time.Unix(1, 0)}
 	here, away := newKeeper(s), newKeeper()

@@ -13,10 +13,10 @@ import (
 
 var errAway = api.Errorf(api.Unavailable, "away")
 
-// mirror is a member that can join.
+// mirror is a member for joins.
 type mirror struct {
 	*memory
-	digests chan struct{} // if there is one, Digests gives one when it is called, and another when it answers
+	digests chan struct{} // if not nil, Digests sends a value when called, and another value before the answer
 }
 
 func (m mirror) Track(context.Context, bool) error     { return nil }
@@ -42,8 +42,8 @@ func (m mirror) Digests(ctx context.Context, _, n int64) ([]byte, error) {
 	return make([]byte, n/block.Size*digestSize), nil // all the same: nothing is copied
 }
 
-// TestJoinerThatMissedAWrite: a replica that could not take a write while it was made equal does not become a member,
-// although everybody else has the write.
+// TestJoinerThatMissedAWrite: a replica that failed a write during its resync does not become a member, although all
+// members have the write.
 func TestJoinerThatMissedAWrite(t *testing.T) {
 	for _, why := range []error{syscall.ENOSPC, syscall.EIO} {
 		added := make(chan string, 1)
@@ -63,11 +63,11 @@ func TestJoinerThatMissedAWrite(t *testing.T) {
 			_, err := r.e.Join(t.Context(), Named{Name: "late", Member: late}, JoinOptions{})
 			joined <- err
 		}()
-		<-late.digests // it gets all writes from now on
+		<-late.digests // the replica gets all writes from now on
 		r.l.do(func() { late.fail = func(*block.Request) error { return why } })
 		is(t, r.start(block.OpWrite, 0, fill(4096, 1), 0), nil)
 		r.l.do(func() { late.fail = nil })
-		select { // it may have been given up already
+		select { // the join may have failed already
 		case <-late.digests:
 		case err := <-joined:
 			joined <- err
@@ -84,7 +84,8 @@ func TestJoinerThatMissedAWrite(t *testing.T) {
 	}
 }
 
-// TestWritesWhileAllAreLost: what came while a member did not serve reaches it when it does again, and is acknowledged.
+// TestWritesWhileAllAreLost: writes which arrive while a member does not serve reach the member when the member serves
+// again, and are acknowledged.
 func TestWritesWhileAllAreLost(t *testing.T) {
 	r := newRig(t, 2, nil)
 	refusals := make(chan int, 64)
@@ -134,7 +135,8 @@ func TestWritesWhileAllAreLost(t *testing.T) {
 	}
 }
 
-// TestReadWaitsForADrop: a read that the last member could not answer while another was being dropped is asked again.
+// TestReadWaitsForADrop: the last member failed a read during the drop of another member; the engine asks the last
+// member again.
 func TestReadWaitsForADrop(t *testing.T) {
 	r := newRig(t, 2, nil)
 	write := r.start(block.OpWrite, 0, fill(4096, 1), 0)
@@ -145,12 +147,12 @@ func TestReadWaitsForADrop(t *testing.T) {
 	}
 	buf := make([]byte, 4096)
 	read := r.start(block.OpRead, 0, buf, 0)
-	r.answer(1, 0, errAway) // its connection broke and is there again
+	r.answer(1, 0, errAway) // the connection broke and is back
 	waits(t, read, "a member may answer yet")
 	r.settle <- nil
 	within(t, "word of a drop", r.dropped)
 	is(t, write, nil)
-	if r.pending(1) == 0 { // the epoch was settled on the loop, and with it the read
+	if r.pending(1) == 0 { // the loop settles the epoch together with the read
 		t.Fatal("the read is not asked again")
 	}
 	r.answer(1, 0, nil)

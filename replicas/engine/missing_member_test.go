@@ -15,18 +15,18 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// scripted is a member with content, intents and digests, whose Adopt answers as the test says.
+// scripted is a member with content, intents and digests, and with an Adopt that answers as the test says.
 type scripted struct {
 	data    []byte
-	region  int64 // that it notes; 0: as the engine's own
+	region  int64 // size of a noted region; 0: the engine's own
 	dirty   []int64
 	adopt   func(n int) error          // of the n-th call, from 1
 	before  func(*block.Request) error // may be nil
 	adopts  atomic.Int32
 	cleaned atomic.Bool
-	// What it was told to note, by Join's goroutine.
+	// Regions noted by Join's goroutine.
 	intended []int64
-	calls    []string // of Track and Unnoted, in their order
+	calls    []string // of Track and Unnoted, in order
 	full     bool     // Unnoted finds no room
 }
 
@@ -86,10 +86,10 @@ func (m *scripted) Digests(_ context.Context, off, n int64) (sums []byte, err er
 	return sums, nil
 }
 
-// TestMissingMemberNeverServes: after an unclean end two members differ, and the engine does not reach one of them when
-// it opens, so it cannot resync it. The other member, which has to vouch for the drop, is then not reached for a
-// moment. The missing member must not serve in its place, and no intent is cleared: the intents alone say that the two
-// differ.
+// TestMissingMemberNeverServes: after an unclean end two members differ, and the engine does not reach the second
+// member at the open, so the engine cannot resync it. The first member, which has to vouch for the drop, is then
+// unreachable for a moment. The missing member must not serve in its place, and the engine clears no intent: only the
+// intents record the difference.
 func TestMissingMemberNeverServes(t *testing.T) {
 	l := newLoop(t)
 	vouched := make(chan struct{})
@@ -153,8 +153,8 @@ func TestMissingMemberNeverServes(t *testing.T) {
 	}
 }
 
-// TestIOWaitsForTheMemberThatWasReached: where the only member that the engine reached is away, I/O waits for it,
-// however well the missing one answers by now.
+// TestIOWaitsForTheMemberThatWasReached: if the only member that the engine reached is away, I/O waits for this member,
+// even if the missing member answers by now.
 func TestIOWaitsForTheMemberThatWasReached(t *testing.T) {
 	l := newLoop(t)
 	looks := make(chan struct{}, 64)
@@ -192,7 +192,7 @@ func TestIOWaitsForTheMemberThatWasReached(t *testing.T) {
 	}
 }
 
-// TestFullDiskNotesIntents: a member whose disk has no room for the record that intents are not noted, notes them.
+// TestFullDiskNotesIntents: a member whose disk has no room for the record "no intents noted" notes intents.
 func TestFullDiskNotesIntents(t *testing.T) {
 	m := &scripted{data: make([]byte, 1<<20), full: true, adopt: func(int) error { return nil }}
 	e, err := Open(t.Context(), Config{Loop: newLoop(t), Size: 1 << 20, Epoch: 5, Incarnation: 1,

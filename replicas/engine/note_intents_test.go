@@ -6,10 +6,10 @@ import (
 	"testing"
 )
 
-// TestEngineWithoutIntentsSaysSo: a single member whose writes are not noted records that, before the engine serves and
-// again before the engine begins to note them. Else a former member would return and lack what was not noted.
+// TestEngineWithoutIntentsSaysSo: a single member that notes no intents records so before the engine serves, and again
+// before the engine begins to note intents. Else a former member would return and lack the unnoted writes.
 func TestEngineWithoutIntentsSaysSo(t *testing.T) {
-	m := differs('A', 1) // it has noted intents before, of epoch 1
+	m := differs('A', 1) // with intents of epoch 1
 	e, err := Open(t.Context(), Config{Loop: newLoop(t), Size: 2 * halfSize, Epoch: 5, Incarnation: 1,
 		Members: []Named{{Name: "there", Member: m}},
 		Drop:    func(context.Context, int64, string) error { return nil },

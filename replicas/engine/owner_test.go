@@ -11,7 +11,7 @@ import (
 
 var errOther = api.Errorf(api.Denied, "the replica adopted another session")
 
-// owned is a rig whose API answers as the test says.
+// owned is a rig with an API that answers as the test says.
 func owned(t *testing.T, n int) (r *rig, asked chan int64, says chan error) {
 	asked, says = make(chan int64), make(chan error)
 	r = newRig(t, n, func(c *Config) {
@@ -32,7 +32,7 @@ func owned(t *testing.T, n int) (r *rig, asked chan int64, says chan error) {
 	return r, asked, says
 }
 
-// refuseAll has a member adopt nothing.
+// refuseAll has a member refuse every Adopt.
 func (m *memory) refuseAll(why error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -48,8 +48,8 @@ func notFenced(t *testing.T, r *rig) {
 	}
 }
 
-// TestAMembersWordDropsThatMember: a member that says that another engine has the volume, while the API still names this
-// one, is dropped. Reads and writes wait until the API has answered, and go on then.
+// TestAMembersWordDropsThatMember: a member names another engine, while the API still names this engine. The engine
+// drops the member. Reads and writes wait until the API has answered, and then continue.
 func TestAMembersWordDropsThatMember(t *testing.T) {
 	for _, op := range []block.Op{block.OpWrite, block.OpRead} {
 		r, _, _ := owned(t, 3)
@@ -96,8 +96,8 @@ func TestAMembersWordDropsThatMember(t *testing.T) {
 	}
 }
 
-// TestDoubtOutlivesTheDropOfAnotherMember: while a member is being dropped, another one says that another engine has the
-// volume. The first drop settles nothing of that: reads wait for the second one.
+// TestDoubtOutlivesTheDropOfAnotherMember: during the drop of a member, another member names another engine. The first
+// drop does not settle this doubt: reads wait for the second drop.
 func TestDoubtOutlivesTheDropOfAnotherMember(t *testing.T) {
 	r, _, _ := owned(t, 3)
 	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
@@ -128,7 +128,7 @@ func TestDoubtOutlivesTheDropOfAnotherMember(t *testing.T) {
 	notFenced(t, r)
 }
 
-// TestAMembersWordAndTheAPIFence: where the API names another engine, the device goes down.
+// TestAMembersWordAndTheAPIFence: if the API names another engine, the device goes down.
 func TestAMembersWordAndTheAPIFence(t *testing.T) {
 	r, _, _ := owned(t, 2)
 	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
@@ -140,8 +140,8 @@ func TestAMembersWordAndTheAPIFence(t *testing.T) {
 	is(t, done, syscall.EIO)
 }
 
-// TestAllMembersWordAsksTheAPI: where all members say that another engine has the volume, I/O waits for the API, and
-// fails once that names another engine.
+// TestAllMembersWordAsksTheAPI: if all members name another engine, I/O waits for the API, and fails once the API names
+// another engine.
 func TestAllMembersWordAsksTheAPI(t *testing.T) {
 	r, asked, says := owned(t, 2)
 	r.m[0].refuseAll(errOther)
@@ -163,7 +163,7 @@ func TestAllMembersWordAsksTheAPI(t *testing.T) {
 	is(t, done, syscall.EIO)
 }
 
-// TestTheOnlyMembersWordFences: nothing is left that the engine could go on with.
+// TestTheOnlyMembersWordFences: if the only member names another engine, no member is left, and the engine is fenced.
 func TestTheOnlyMembersWordFences(t *testing.T) {
 	r, _, _ := owned(t, 1)
 	done := r.start(block.OpWrite, 0, fill(4096, 1), 0)
@@ -172,8 +172,8 @@ func TestTheOnlyMembersWordFences(t *testing.T) {
 	is(t, done, syscall.EIO)
 }
 
-// TestSurvivorsWordIsNoFence: a survivor that does not adopt the new epoch, which the API has just given to this engine,
-// is dropped next.
+// TestSurvivorsWordIsNoFence: the API has just given a new epoch to this engine, and a survivor does not adopt the
+// epoch. The engine drops the survivor next.
 func TestSurvivorsWordIsNoFence(t *testing.T) {
 	r, _, _ := owned(t, 3)
 	r.m[1].mu.Lock()
@@ -199,8 +199,8 @@ func TestSurvivorsWordIsNoFence(t *testing.T) {
 	notFenced(t, r)
 }
 
-// TestOpenAsksTheAPI: an engine that resumes goes on without a member that says that another engine has the volume, if
-// the API names this one; it waits for the API, and ends where that names another engine.
+// TestOpenAsksTheAPI: a member names another engine to an engine that resumes. If the API names this engine, the engine
+// continues without the member. If the API does not answer, or names another engine, the open fails.
 func TestOpenAsksTheAPI(t *testing.T) {
 	for _, c := range []struct {
 		says, want error

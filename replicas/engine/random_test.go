@@ -14,8 +14,8 @@ import (
 )
 
 // TestRandom plays a guest that keeps many requests of any multiple of 512 in flight, sharing blocks but never sectors,
-// against members that answer in any order and fail now and then. Reads must give what the model says, and in the
-// end every member of the epoch holds it byte for byte.
+// against members that answer in any order and fail now and then. Reads must return the model's content, and in the end
+// every member of the epoch has exactly the model's content.
 func TestRandom(t *testing.T) {
 	suite.Slow(t)
 	for seed := range uint64(24) {
@@ -25,8 +25,7 @@ func TestRandom(t *testing.T) {
 	}
 }
 
-// TestRandomOverlap lets requests overlap as they like: what comes out is the guest's affair, but members must be
-// equal.
+// TestRandomOverlap: requests may overlap, so the guest cannot expect any order, but all members must be equal.
 func TestRandomOverlap(t *testing.T) {
 	for seed := range uint64(16) {
 		random(t, seed, 3, true)
@@ -47,7 +46,7 @@ func random(t *testing.T, seed uint64, members int, overlap bool) {
 	unknown := rng.IntN(3)
 	r := newRig(t, members, func(c *Config) {
 		c.Size = size
-		c.Drop = func(context.Context, int64, string) error { // one call at a time
+		c.Drop = func(context.Context, int64, string) error { // the engine makes one call at a time
 			if unknown > 0 {
 				unknown--
 				return api.Errorf(api.Unavailable, "unknown outcome")
@@ -57,9 +56,10 @@ func random(t *testing.T, seed uint64, members int, overlap bool) {
 		c.OnSpace, c.OnDrop = nil, nil
 	})
 	full := false
-	// Either disks fill up or members break: with both, the last one may break, and then the guest must hear of it.
+	// Either disks fill up or members break: with both, the last member may break, and then the guest must get an
+	// error.
 	fills := members == 1 || seed%4 == 1
-	breaks := !fills && seed%4 == 2 // and often nothing goes wrong, so that there are several members in the end
+	breaks := !fills && seed%4 == 2 // and often no member breaks, so that several members are left in the end
 	for i, m := range r.m {
 		m.data = m.data[:size]
 		m.fail = func(q *block.Request) error {
@@ -137,7 +137,7 @@ func random(t *testing.T, seed uint64, members int, overlap bool) {
 			return false
 		}
 		m := ready[rng.IntN(len(ready))]
-		// Overlapping requests of one member are never in flight together, so any order will do.
+		// Overlapping requests of one member are never in flight together, so the order is free.
 		m.next(rng.IntN(len(m.pending)))
 		return true
 	}

@@ -6,9 +6,9 @@ import (
 	"testing"
 )
 
-// TestResumedEngineKeepsIntents: the process before died with a write in progress, which one member has and the other
-// one lacks. The next process resumes, and ends before the kernel has sent the write again: the device could not be
-// resumed, or a user took it away by force. Nobody made the members equal, so the intents stay for the next attach.
+// TestResumedEngineKeepsIntents: the process before died with a write in progress, which only one of two members has.
+// The next process resumes, and ends before the kernel has sent the write again: the device could not be resumed, or a
+// user took the device away by force. The engine has not resynced the members, so the intents stay for the next attach.
 func TestResumedEngineKeepsIntents(t *testing.T) {
 	a, b := differs('A', 1), differs('B', 1)
 	open := func(epoch int64, resync bool) {

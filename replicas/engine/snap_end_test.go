@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// shown is a member with a snapshot, whose content is open until SnapEnd; like a member of another node it does nothing
-// for a caller that has left.
+// shown is a member with a snapshot, whose content is open until SnapEnd. Like a member of another node, SnapEnd does
+// nothing for a caller that has left.
 type shown struct {
 	*keeper
 	open  atomic.Bool
@@ -36,8 +36,8 @@ func (m *shown) SnapEnd(ctx context.Context) error {
 	return nil
 }
 
-// TestSnapshotIsClosedAfterAJoin: a rebuild copies a snapshot, and ends because nobody wants the replica any more. The
-// members close the snapshot: its layers cannot be merged before.
+// TestSnapshotIsClosedAfterAJoin: a rebuild copies a snapshot, and ends because its caller gave up. The members close
+// the snapshot: the node cannot merge the snapshot's layers before.
 func TestSnapshotIsClosedAfterAJoin(t *testing.T) {
 	there := &shown{keeper: newKeeper(stack.Snapshot{UID: "s", Name: "s", Layer: "l", Created: time.Unix(1, 0)}),
 		asked: make(chan struct{}, 1)}

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// TestSoonest: a copy reads from the member on the engine's machine as long as that is quick; where it is slow, or none
-// is there, pieces go to all members, each to the one that has least to do.
+// TestSoonest: a copy reads from the member on the engine's machine while this member is quick. If the member is slow,
+// or no member is local, pieces go to all members, each piece to the member with the least to do.
 func TestSoonest(t *testing.T) {
 	all := []Mirror{&readable{name: "a"}, &readable{name: "b"}, &readable{name: "c"}}
 	near := all[1]
@@ -23,7 +23,7 @@ func TestSoonest(t *testing.T) {
 			if src[0] != m {
 				t.Fatal("the first is another one")
 			}
-			for _, m := range all { // the others are asked where that one fails
+			for _, m := range all { // sources to ask after a failure
 				if !slices.Contains(src, m) {
 					t.Fatal("a member is not there any more")
 				}
@@ -35,7 +35,7 @@ func TestSoonest(t *testing.T) {
 		return asked
 	}
 	took := func(m Mirror, long time.Duration) {
-		for range 100 { // what was before is forgotten
+		for range 100 { // until earlier figures are forgotten
 			c.putSoonestFirst([]Mirror{m})
 			c.noteReadTime(m, comparePiece, long)
 		}
@@ -66,7 +66,7 @@ func TestSoonest(t *testing.T) {
 	}
 }
 
-// readable is a member that is told from others.
+// readable is a member with a name.
 type readable struct {
 	Mirror
 	name string

@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/block"
 )
 
-// TestFailedMemberIsNotAskedWithoutAPause: the disk of one member fails each write, and the other member is away. The
-// engine may ask the first one again and again, but not as fast as it can: until the other member is back.
+// TestFailedMemberIsNotAskedWithoutAPause: the disk of one member fails each write, and the other member is away. Until
+// the other member is back, the engine may ask the failing member again and again, but with pauses.
 func TestFailedMemberIsNotAskedWithoutAPause(t *testing.T) {
 	r := newRig(t, 2, nil)
 	r.l.do(func() {

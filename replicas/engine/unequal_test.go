@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestFailedWritesAreResynced: a write that failed after one member took the write is on that member only. The engine
-// resyncs the members there, and records that they are equal.
+// TestFailedWritesAreResynced: only one member has a write that failed. The engine resyncs the members there, and
+// records that the members are equal.
 func TestFailedWritesAreResynced(t *testing.T) {
 	r := newRig(t, 2, nil)
 	failed := make(chan error, 1)
@@ -48,7 +48,7 @@ func TestFailedWritesAreResynced(t *testing.T) {
 }
 
 // TestMembersAreResyncedBesideAnUnfetchedPiece: if a write failed in a piece that a member still fetches, the engine
-// reads the piece from another member that has it. A piece that no member has delays the resync of no other piece.
+// reads the piece from another member. An unfetched piece of all members delays the resync of no other piece.
 func TestMembersAreResyncedBesideAnUnfetchedPiece(t *testing.T) {
 	r := newRig(t, 2, nil)
 	lacks := func(pieces ...int64) func(q *block.Request) error {

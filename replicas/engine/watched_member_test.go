@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// hangs is a replica whose disk hangs when it is closed.
+// hangs is a replica whose disk hangs in Close.
 type hangs struct {
 	Cutter
 	goOn chan struct{}
@@ -33,8 +33,8 @@ type slowCall struct {
 func (s slowCall) Track(context.Context, bool) error { <-s.goOn; return nil }
 func (s slowCall) Close() error                      { *s.closed = true; return nil }
 
-// TestWatchedMemberEndsBesideACall: a call that its caller did not wait for is under way when a replica is closed. That
-// is no reason to abandon the replica: it is closed once the call has ended, and only then is it said to be.
+// TestWatchedMemberEndsBesideACall: at the close of a replica, a call whose caller left is still in progress. The watch
+// does not abandon the replica, closes the replica after the end of the call, and only then returns.
 func TestWatchedMemberEndsBesideACall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w, slow := NewWatch(), slowCall{goOn: make(chan struct{}), closed: new(bool)}
@@ -60,8 +60,8 @@ func TestWatchedMemberEndsBesideACall(t *testing.T) {
 	})
 }
 
-// TestWatchedMemberHangsAtItsEnd: a disk that begins to hang when a replica is closed is not waited for, and nobody has
-// the replica before it goes on.
+// TestWatchedMemberHangsAtItsEnd: the watch does not wait for a disk that begins to hang in a close, and the replica
+// stays taken until the disk answers.
 func TestWatchedMemberHangsAtItsEnd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w, h := NewWatch(), hangs{goOn: make(chan struct{})}
@@ -106,7 +106,7 @@ func (m *elsewhere) Abandon(why error) {
 	m.loop.Post(func() { m.answer(why) })
 }
 
-// answer answers everything. Loop thread.
+// answer answers all requests. Loop thread.
 func (m *elsewhere) answer(err error) {
 	list := m.asked
 	m.asked = nil
@@ -116,7 +116,7 @@ func (m *elsewhere) answer(err error) {
 	}
 }
 
-// watchElsewhere has one watched.
+// watchElsewhere returns a watched member that is elsewhere.
 func watchElsewhere(t *testing.T) (w *Watch, on *elsewhere, m *WatchedMember, stalls chan error) {
 	w, on, stalls = NewWatch(), &elsewhere{loop: newLoop(t)}, make(chan error, 9)
 	m = w.Member(on, WatchOptions{Loop: on.loop, Replica: "r", OnStall: func(why error) { stalls <- why }})
@@ -129,8 +129,8 @@ func (m *elsewhere) write(on *WatchedMember) chan error {
 	return done
 }
 
-// TestCallsStall: a call that a replica of another node does not answer fails, the member is abandoned with it, and no
-// goroutine is left. The last member is waited for.
+// TestCallsStall: a replica of another node does not answer a call. The call fails, the watch abandons the member, and
+// no goroutine is left. The last member has no limit.
 func TestCallsStall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w, on, m, stalls := watchElsewhere(t)
@@ -163,8 +163,8 @@ func TestCallsStall(t *testing.T) {
 	})
 }
 
-// TestNoConnectionIsAStall: a replica that is not reached is abandoned although nothing is asked of it, with the cause.
-// For the last member the time is told.
+// TestNoConnectionIsAStall: the watch abandons an unreachable replica, even without requests, and reports the cause.
+// The watch does not abandon the last member, and DisconnectedFor returns the time.
 func TestNoConnectionIsAStall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w, on, m, stalls := watchElsewhere(t)
@@ -189,8 +189,8 @@ func TestNoConnectionIsAStall(t *testing.T) {
 	})
 }
 
-// TestReconnectSaysNothingOfTheDisk: what had to be sent again took long for the connection, not for the disk: the
-// limit of later requests stays.
+// TestReconnectSaysNothingOfTheDisk: requests sent again were slow because of the connection, not because of the disk.
+// So the limit of later requests stays.
 func TestReconnectSaysNothingOfTheDisk(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w, on, m, stalls := watchElsewhere(t)
@@ -215,8 +215,7 @@ func TestReconnectSaysNothingOfTheDisk(t *testing.T) {
 	})
 }
 
-// TestDroppedMemberLetsGoOfRequests: a member that is closed with requests in progress, as it was dropped, answers
-// them.
+// TestDroppedMemberLetsGoOfRequests: the close of a dropped member answers the requests in progress.
 func TestDroppedMemberLetsGoOfRequests(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w, on, m, _ := watchElsewhere(t)
@@ -272,8 +271,8 @@ func (m hangsIn) State(ctx context.Context) (stack.Meta, error) {
 	return t, errors.Join(m.hang(ctx, "state"), err)
 }
 
-// TestOpenLeavesOutAMemberThatStalls: a member that adopts the epoch and stalls in another call does not keep the volume
-// from being attached. The engine begins without the member, and drops it, like one that the engine did not reach.
+// TestOpenLeavesOutAMemberThatStalls: a member that adopts the epoch and stalls in another call does not keep the
+// volume from being attached. The engine begins without the member, and drops the member, like an unreachable member.
 func TestOpenLeavesOutAMemberThatStalls(t *testing.T) {
 	for _, call := range []string{"forget", "intents", "state"} {
 		t.Run(call, func(t *testing.T) {
