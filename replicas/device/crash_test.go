@@ -26,7 +26,7 @@ import (
 	"drover.io/drover/block/uring"
 )
 
-// The test binary is also the process that serves, and dies.
+// TestMain: the test binary is also the serving process, which the tests kill.
 func TestMain(m *testing.M) {
 	if dir := os.Getenv("DROVER_TEST_SERVE"); dir != "" {
 		if err := serveUntilKilled(dir); err != nil {
@@ -44,7 +44,7 @@ func TestMain(m *testing.M) {
 
 const crashSize = 64 * mib
 
-// serveUntilKilled is a data process with one volume: it resumes the device, or makes it.
+// serveUntilKilled is a data process with one volume. The process resumes the device, or makes the device.
 func serveUntilKilled(dir string) error {
 	ctx := context.Background()
 	l, err := uring.New(256)
@@ -88,7 +88,7 @@ func serveUntilKilled(dir string) error {
 		}
 	}()
 	in := bufio.NewReader(os.Stdin)
-	line, _ := in.ReadString('\n') // the end of the test, or of its process
+	line, _ := in.ReadString('\n') // a command; EOF: the test or its process ended
 	if line == "hold reads\n" {
 		err = l.Do(func() {
 			be.hold = func(q *block.Request) bool {
@@ -107,7 +107,7 @@ func serveUntilKilled(dir string) error {
 		fmt.Println("stuck")
 		line, _ = in.ReadString('\n')
 	}
-	if line == "stick\n" { // detach, with a backend that answers no flush
+	if line == "stick\n" { // detach, while the backend leaves flushes unanswered
 		if err := l.Do(func() { be.hold = holdFlushes }); err != nil {
 			return err
 		}
@@ -115,7 +115,7 @@ func serveUntilKilled(dir string) error {
 	if line != "" {
 		err = d.Detach(ctx)
 		tick := time.NewTicker(50 * time.Millisecond)
-		for n := 0; n < 200 && api.Is(err, api.InUse); n++ { // as who detaches does, and a helper may be there yet
+		for n := 0; n < 200 && api.Is(err, api.InUse); n++ { // as the node does: a helper may still use the device
 			<-tick.C
 			err = d.Detach(ctx)
 		}
@@ -142,7 +142,7 @@ type child struct {
 	err      error // how; read after ended
 }
 
-// spawn starts one, with more in its environment, which ends with the test at the latest.
+// spawn starts a child with additional environment variables. The end of the test kills the child.
 func spawn(t *testing.T, dir string, resent *atomic.Int64, env ...string) *child {
 	t.Helper()
 	c := &child{cmd: exec.Command(os.Args[0]), ready: make(chan string, 1), stuck: make(chan bool, 100),
@@ -163,7 +163,7 @@ func spawn(t *testing.T, dir string, resent *atomic.Int64, env ...string) *child
 	}
 	_ = in.Close()
 	t.Cleanup(func() { c.kill(t) })
-	tell := func(to chan bool) { // nobody may be there to hear of more
+	tell := func(to chan bool) { // the test may read no more values
 		select {
 		case to <- true:
 		default:
@@ -212,7 +212,7 @@ func (c *child) kill(t *testing.T) {
 	within(t, "end of a serving process that was killed", c.ended)
 }
 
-// detach has the process take its device down and end.
+// detach has the child detach its device and end.
 func (c *child) detach(t *testing.T) {
 	t.Helper()
 	if _, err := c.in.WriteString("detach\n"); err != nil {
@@ -223,8 +223,8 @@ func (c *child) detach(t *testing.T) {
 	}
 }
 
-// load writes and verifies through the device with direct I/O. Each worker has its own blocks and rewrites them soon, so
-// that a write of a dead process that comes late destroys a newer one and is seen.
+// load writes and verifies through the device with direct I/O. Each worker soon rewrites its own blocks, so a late
+// write of a dead process destroys a newer write, and the worker notices.
 type load struct {
 	ops, errs, wrong atomic.Int64
 	last, gap        atomic.Int64 // ns; the longest time between two completions
@@ -246,7 +246,7 @@ func (l *load) done() {
 	}
 }
 
-// end stops all workers and waits for them.
+// end stops all workers and waits for their end.
 func (l *load) end(t *testing.T) {
 	t.Helper()
 	l.stop.Store(true)
@@ -267,7 +267,7 @@ func (l *load) worker(t *testing.T, path string, id int) {
 	}
 	defer func() { _ = unix.Close(fd) }()
 	rng := rand.New(rand.NewPCG(uint64(id), 1))
-	model := make([][]byte, crashBlocks) // what a block must hold
+	model := make([][]byte, crashBlocks) // expected content of each block
 	for i := range model {
 		model[i] = make([]byte, crashBlock)
 	}
@@ -323,11 +323,11 @@ func (l *load) worker(t *testing.T, path string, id int) {
 	}
 }
 
-// TestKill kills the serving process again and again under a verified load, in the mode that is measured too: nothing
-// fails, nothing is lost. DROVER_KILLS sets how often.
+// TestKill kills the serving process again and again under a verified load, in the mode of the measurements: no I/O
+// fails, and no write is lost. DROVER_KILLS sets the number of kills.
 func TestKill(t *testing.T) {
 	l := &load{}
-	t.Cleanup(func() { l.end(t) }) // the last of all: I/O that nobody serves any more fails with the holder's end
+	t.Cleanup(func() { l.end(t) }) // runs last: unserved I/O fails with the holder's end
 	dir := runHolder(t)
 	kills := suite.Count(t, "DROVER_KILLS", 5, 50)
 	var resent atomic.Int64
@@ -366,8 +366,8 @@ func TestKill(t *testing.T) {
 	c.detach(t)
 }
 
-// A process that is killed while it waits for the last flush of a device, which it serves itself, ends; the next one
-// takes over, and can detach.
+// TestKillWhileDetaching: a process waits for the last flush of a device which the process itself serves, and is
+// killed. The process ends; the next process takes over, and can detach.
 func TestKillWhileDetaching(t *testing.T) {
 	dir := runHolder(t)
 	var resent atomic.Int64
@@ -400,8 +400,8 @@ func TestKillWhileDetaching(t *testing.T) {
 	next.detach(t)
 }
 
-// A process that is killed while the kernel sets up its loop device, and waits for a flush from that process, ends; the
-// next process answers the flush and serves the same device.
+// TestKillWhileSettingUp: a process is killed while the kernel sets up the process's loop device, and waits for a flush
+// from the process. The process ends; the next process answers the flush and serves the same device.
 func TestKillWhileSettingUp(t *testing.T) {
 	dir := runHolder(t)
 	var resent atomic.Int64
@@ -420,8 +420,8 @@ func TestKillWhileSettingUp(t *testing.T) {
 	next.detach(t)
 }
 
-// A process that is killed while it takes away a device that somebody still reads ends too, although the kernel may wait
-// for that read, which it would have had to answer; the next one answers it.
+// TestKillWhileLettingGo: a process is killed during the detach of a device with a read in progress. The process ends,
+// although the kernel may wait for the process's own answer to the read. The next process answers the read.
 func TestKillWhileLettingGo(t *testing.T) {
 	dir := runHolder(t)
 	var resent atomic.Int64
@@ -446,7 +446,7 @@ func TestKillWhileLettingGo(t *testing.T) {
 	within(t, "read", c.stuck)
 	tell(c, "detach")
 	within(t, "flush", c.flushing)
-	<-time.After(300 * time.Millisecond) // in which it may come to wait
+	<-time.After(300 * time.Millisecond) // time for the process to begin to wait
 	c.kill(t)
 	next := spawn(t, dir, &resent)
 	if got := next.await(t); got != path {
@@ -460,8 +460,8 @@ func TestKillWhileLettingGo(t *testing.T) {
 	next.detach(t)
 }
 
-// abortIfStuck fails the I/O of a device when the test has failed: else a process that waits for it could not end, this
-// one neither, and who opens loop devices would wait with it.
+// abortIfStuck fails the I/O of a device after a failed test. Else processes that wait for the device, among them this
+// process, could not end, and every process that opens loop devices would wait, too.
 func abortIfStuck(t *testing.T, path string) {
 	t.Helper()
 	fd := openDev(t, path, unix.O_RDONLY)
@@ -479,7 +479,7 @@ func abortIfStuck(t *testing.T, path string) {
 		if t.Failed() {
 			conn := strconv.Itoa(int(unix.Minor(info.Device)))
 			err := os.WriteFile(filepath.Join(control, conn, "abort"), []byte("1"), 0)
-			if t.Log("aborted: ", err); err == nil { // it is there yet, and nobody else takes it away
+			if t.Log("aborted: ", err); err == nil { // the device still exists, and no other process removes it
 				t.Log("taken away: ", exec.Command("losetup", "-d", path).Run())
 			}
 		}

@@ -36,7 +36,7 @@ func mustPread(t *testing.T, fd, n int, off int64) []byte {
 	return b
 }
 
-// What is written to the device in any size is what is read from it and what stands in the file behind it.
+// TestContent: the device, and the file behind the device, have the written content, for writes of any size.
 func TestContent(t *testing.T) {
 	runDir := runHolder(t)
 	h, l := openHost(t, runDir), runLoop(t)
@@ -98,7 +98,7 @@ func TestContent(t *testing.T) {
 	}
 }
 
-// The backend sees one flush per flush, and its errors reach the caller.
+// TestFlushAndErrors: each flush reaches the backend once, and the backend's errors reach the caller.
 func TestFlushAndErrors(t *testing.T) {
 	runDir := runHolder(t)
 	h, l := openHost(t, runDir), runLoop(t)
@@ -179,7 +179,7 @@ func TestReadOnly(t *testing.T) {
 	}
 }
 
-// A device in use stays: held open, and mounted. Afterwards it goes.
+// TestBusy: a detach fails while the device is open or mounted, and succeeds afterwards.
 func TestBusy(t *testing.T) {
 	runDir := runHolder(t)
 	h, l := openHost(t, runDir), runLoop(t)
@@ -207,7 +207,7 @@ func TestBusy(t *testing.T) {
 	if !api.Is(err, api.InUse) {
 		t.Errorf("detach while mounted: %v, want kind in use", err)
 	}
-	detachSoon(t, d) // another process may have the mount for a moment, in a namespace of its own
+	detachSoon(t, d) // another process may still have the mount in its namespace
 }
 
 func TestResize(t *testing.T) {
@@ -239,7 +239,7 @@ func TestResize(t *testing.T) {
 	}
 }
 
-// Abort ends I/O that waits for a backend which never answers.
+// TestAbort: Abort ends I/O that waits for a silent backend.
 func TestAbort(t *testing.T) {
 	runDir := runHolder(t)
 	h, l := openHost(t, runDir), runLoop(t)
@@ -273,14 +273,14 @@ func TestAbort(t *testing.T) {
 	}
 	_ = unix.Close(fd)
 	await(t, func() bool { return len(ours()) == 0 })
-	_ = l.Do(be.letGo) // late completions must harm nobody
+	_ = l.Do(be.letGo) // late completions must do no harm
 	d2, _ := attach(t, h, l, "abort", 16*mib)
 	if err := d2.Detach(t.Context()); err != nil {
 		t.Error(err)
 	}
 }
 
-// A stuck device takes neither all memory nor another's turn.
+// TestStuckNeighbour: a stuck device takes neither all memory nor the turn of another device.
 func TestStuckNeighbour(t *testing.T) {
 	runDir := runHolder(t)
 	h, l := openHost(t, runDir), runLoop(t)
@@ -331,7 +331,7 @@ func TestStuckNeighbour(t *testing.T) {
 	}
 }
 
-// sizeTrimmed trims until the pool's size is right, or for some seconds: slabs that were asked for may come after a trim.
+// sizeTrimmed trims until the pool's size is right, or for ten seconds: requested slabs may come after a trim.
 func sizeTrimmed(l *uring.Loop, srv *server, right func(int64) bool) (size int64) {
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
@@ -395,7 +395,7 @@ func TestHundred(t *testing.T) {
 	}
 }
 
-// Devices go from one Host to the next; I/O begun in between waits and is done.
+// TestHandOver: devices move from one Host to the next; I/O begun in between waits and succeeds.
 func TestHandOver(t *testing.T) {
 	runDir := runHolder(t)
 	l := runLoop(t)
@@ -445,7 +445,7 @@ func TestHandOver(t *testing.T) {
 	if err := unix.Ftruncate(be.fd, 32*mib); err != nil {
 		t.Fatal(err)
 	}
-	// What is said of it before it is resumed counts, also for a process that comes if this one ends right now.
+	// A blob set before the resume counts, also for the next process if this process ends right now.
 	if err := h2.SetBlob(testKey("over"), []byte("newer")); err != nil {
 		t.Error(err)
 	}

@@ -52,7 +52,7 @@ func openDisk(loop *uring.Loop, path string, size int64) (*disk, error) {
 	return &disk{loop: loop, fd: fd}, nil
 }
 
-// drain waits for direct I/O that a dead process left in the kernel: a fallocate takes the inode's lock and waits.
+// drain waits for direct I/O which a dead process left in the kernel: a fallocate takes the inode's lock and waits.
 func (d *disk) drain(size int64) error {
 	return unix.Fallocate(d.fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, (size+4095)&^4095, 4096)
 }
@@ -99,7 +99,7 @@ func (d *disk) done(op *diskOp, res int32) {
 	r.Done(r)
 }
 
-// letGo submits what was held; on the loop's thread.
+// letGo submits the held requests; on the loop's thread.
 func (d *disk) letGo() {
 	d.hold = nil
 	held := d.held
@@ -136,7 +136,7 @@ func runLoop(t testing.TB) *uring.Loop {
 	return l
 }
 
-// runHolder serves a holder for the length of the test, and checks at the end that nothing is left behind.
+// runHolder serves a holder for the length of the test, and checks at the end for leftover devices and mounts.
 func runHolder(t testing.TB) (runDir string) {
 	t.Helper()
 	needRoot(t)
@@ -149,7 +149,8 @@ func runHolder(t testing.TB) (runDir string) {
 		if err := within(t, "end of the holder", ended); err != nil {
 			t.Error(err)
 		}
-		// One goes with its last user, and another process that looks for a free one may have it open just now.
+		// A loop device ends with its last user, and another process in search of a free device may have it open just
+		// now.
 		await(t, func() bool { return len(ours()) == 0 })
 		if b, _ := os.ReadFile("/proc/self/mountinfo"); strings.Contains(string(b), " - fuse drover ") {
 			t.Error("a mount is left in the mount table")
@@ -162,10 +163,10 @@ func runHolder(t testing.TB) (runDir string) {
 	return runDir
 }
 
-// testKey is a key, and a name in /dev/drover, that only tests of this process use: several may run on a machine.
+// testKey is a key, and a name in /dev/drover, of this process's tests alone: several processes may run on a machine.
 func testKey(name string) string { return fmt.Sprintf("test-%d-%s", os.Getpid(), name) }
 
-// ours are the loop devices that tests of this process made.
+// ours are the loop devices of this process's tests.
 func ours() (out []string) {
 	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	for _, f := range files {
@@ -191,10 +192,10 @@ func await(t testing.TB, cond func() bool) {
 	}
 }
 
-// tooLong is more than any step takes, on whatever machine.
+// tooLong is more than any step takes, on any machine.
 const tooLong = 3 * time.Minute
 
-// within returns what comes from a channel; what does not come ends the test under its name.
+// within returns a value from a channel; a missing value ends the test.
 func within[T any](t testing.TB, what string, from <-chan T) T {
 	t.Helper()
 	late := time.NewTimer(tooLong)
@@ -236,7 +237,8 @@ func attach(t testing.TB, h *Host, l *uring.Loop, name string, size int64) (*Dev
 	if err != nil {
 		t.Fatal(err)
 	}
-	// I/O that waits for ever ends, or nothing could end this process: a thread that waits in the kernel cannot be killed.
+	// In the end all waiting I/O fails: a thread that waits in the kernel cannot be killed, and this process could not
+	// end.
 	late := time.AfterFunc(3*tooLong, func() {
 		t.Errorf("device %s is still in use after %v: all its I/O fails from now on", name, 3*tooLong)
 		_ = d.Abort()

@@ -27,8 +27,8 @@ func (b brokenFlush) Submit(r *block.Request) {
 	r.Done(r)
 }
 
-// A device whose last flush fails is taken away all the same: only a new attach can bring what stands behind it back to
-// work.
+// TestDetachAfterAFailedFlush: a detach removes the device although the last flush fails: only a new attach can make
+// the backend work again.
 func TestDetachAfterAFailedFlush(t *testing.T) {
 	runDir := runHolder(t)
 	h, l := openHost(t, runDir), runLoop(t)
@@ -48,7 +48,8 @@ func TestDetachAfterAFailedFlush(t *testing.T) {
 	await(t, func() bool { return len(ours()) == 0 })
 }
 
-// Descriptors that are asked for while another client changes them are the ones of that key, or there are none.
+// TestHolderSendsTheRightDescriptors: while other clients put and delete records, a get returns the key's own
+// descriptors, or reports a missing record.
 func TestHolderSendsTheRightDescriptors(t *testing.T) {
 	runDir := runHolder(t)
 	open := func(key string) int {
@@ -106,7 +107,7 @@ func TestHolderSendsTheRightDescriptors(t *testing.T) {
 	wg.Wait()
 }
 
-// startHolder serves a holder until stop is called, which is like its death for its clients.
+// startHolder serves a holder until stop is called. For clients, a stop looks like the holder's death.
 func startHolder(t *testing.T, runDir string) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -129,8 +130,8 @@ func startHolder(t *testing.T, runDir string) (stop func()) {
 	return stop
 }
 
-// A holder that dies takes nothing with it: the next one has all devices again without being asked for anything, and the
-// data process goes on, may end, and is followed by another.
+// TestHolderDies: the death of a holder loses nothing. The next holder gets all devices again, without a call of the
+// test, and the data process continues, may end, and has a successor.
 func TestHolderDies(t *testing.T) {
 	needRoot(t)
 	runDir := t.TempDir()
@@ -162,7 +163,7 @@ func TestHolderDies(t *testing.T) {
 	if err := unix.Ftruncate(be.fd, 32*mib); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.Resize(t.Context(), 32*mib); err != nil { // the first that this holder hears, perhaps
+	if err := d.Resize(t.Context(), 32*mib); err != nil { // perhaps the first message to this holder
 		t.Fatal(err)
 	}
 	if err := h.Close(); err != nil {
@@ -189,7 +190,7 @@ func TestHolderDies(t *testing.T) {
 	await(t, func() bool { return len(ours()) == 0 })
 }
 
-// A clock that went back must not make a later holder give lower numbers.
+// TestIncarnationsGrowAcrossHolders: a later holder gives no smaller numbers, even if the clock went back.
 func TestIncarnationsGrowAcrossHolders(t *testing.T) {
 	h := &holder{kept: map[string]held{}}
 	if out, _ := h.handleAsk(ask{Op: askHello, Least: 41}, nil); out.Incarnation != 42 {
@@ -197,7 +198,7 @@ func TestIncarnationsGrowAcrossHolders(t *testing.T) {
 	}
 }
 
-// A request that cannot be taken over fails alone; the device goes on.
+// TestOneBadRead: a request whose payload cannot be read fails alone; the device continues.
 func TestOneBadRead(t *testing.T) {
 	runDir := runHolder(t)
 	h, l := openHost(t, runDir), runLoop(t)
@@ -232,7 +233,7 @@ func TestOneBadRead(t *testing.T) {
 	}
 }
 
-// heldWrites keeps writes until they are told to fail.
+// heldWrites keeps writes until fail is set.
 type heldWrites struct {
 	block.Submitter
 	held []*block.Request
@@ -247,7 +248,8 @@ func (w *heldWrites) Submit(r *block.Request) {
 	w.held = append(w.held, r)
 }
 
-// What is lost in the last flush is told, also when the detach that asked for it was given up before it ended.
+// TestLastFlushFailsLate: the host logs a failed last flush, even if the caller of the detach gave up before the flush
+// ended.
 func TestLastFlushFailsLate(t *testing.T) {
 	h, l := openHost(t, runHolder(t)), runLoop(t)
 	said := &lockedBuffer{}
@@ -257,7 +259,7 @@ func TestLastFlushFailsLate(t *testing.T) {
 	if err := l.Do(func() { d.conn.be = w }); err != nil {
 		t.Fatal(err)
 	}
-	fd := openDev(t, d.Path(), unix.O_RDWR) // its close would flush
+	fd := openDev(t, d.Path(), unix.O_RDWR) // a close would flush
 	defer func() { _ = unix.Close(fd) }()
 	mustPwrite(t, fd, []byte("lost"), 2*page)
 	short, cancel := context.WithCancel(t.Context())

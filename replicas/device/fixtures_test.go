@@ -10,9 +10,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// testdata/v1 has what a released version says to the holder and keeps with it, byte for byte. The holder's process
-// outlives upgrades: each version speaks with holders of all before it, and reads what older processes left there. A
-// version that writes something else adds a folder, with
+// testdata/v1 has, byte for byte, a released version's messages to the holder, and the device records. The holder's
+// process outlives upgrades: each version speaks with all older holders, and reads the records of older processes. A
+// version with other messages or records adds a folder, with
 //
 //	DROVER_WRITE_FIXTURES=v2 go test -run BeforeThis ./replicas/device
 const fixtureNow = "v1"
@@ -81,7 +81,7 @@ func TestErrorKindsKeepTheirNumbersBeforeThis(t *testing.T) {
 	sameAsFixture(t, "holder/kinds.json", got, new([]string))
 }
 
-// TestRecordsOfDevicesAreKeptAsBeforeThis has what the holder keeps beside the descriptors of a device.
+// TestRecordsOfDevicesAreKeptAsBeforeThis has the records that the holder keeps beside the descriptors of a device.
 func TestRecordsOfDevicesAreKeptAsBeforeThis(t *testing.T) {
 	spec := Spec{Key: "00000000-0000-4000-9000-000000000001", Name: "data", Size: 1 << 30, Blob: []byte(`{"volume":"data"}`)}
 	readOnly := spec

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mountNew makes an ext4 and mounts it, twice.
+// mountNew makes an ext4 file system, with two mounts.
 func mountNew(t *testing.T, d *Device) (dir string) {
 	t.Helper()
 	if out, err := exec.Command("mkfs.ext4", "-q", d.Path()).CombinedOutput(); err != nil {
@@ -70,7 +70,7 @@ func records(t *testing.T, runDir string) []string {
 	return append(a, b...)
 }
 
-// detachSoon detaches a device that was unmounted: whoever looks at devices may have it open for a moment.
+// detachSoon detaches an unmounted device: other processes may have the device open for a moment.
 func detachSoon(t *testing.T, d *Device) {
 	t.Helper()
 	tick := time.NewTicker(50 * time.Millisecond)
@@ -119,7 +119,7 @@ func TestFreeze(t *testing.T) {
 		t.Errorf("left: %v", left)
 	}
 
-	// Somebody else's freeze stays.
+	// A freeze of another process stays.
 	if out, err := exec.Command("fsfreeze", "-f", dir).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
@@ -130,7 +130,7 @@ func TestFreeze(t *testing.T) {
 		t.Errorf("it was thawed: %v: %s", err, out)
 	}
 
-	// The process that froze is killed: the record brings the thaw.
+	// The freezing process is killed: the record leads to the thaw.
 	if f, err = d.Freeze(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -158,7 +158,7 @@ func TestFreeze(t *testing.T) {
 	}
 	isWriting(t, writing(t, dir+"/three"), false)
 
-	// A freeze that takes too long: nothing is frozen in the end.
+	// A freeze whose caller gave up: the file system is not frozen in the end.
 	ended, stop := context.WithCancel(t.Context())
 	stop()
 	if f, err := d.Freeze(ended); err == nil {

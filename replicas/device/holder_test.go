@@ -27,7 +27,8 @@ func dial(t *testing.T, runDir string) *client {
 	return c
 }
 
-// Descriptors outlive the client that gave them; blobs change without them; deleting closes them.
+// TestHolder: descriptors outlive the client that gave them; blobs change without new descriptors; a delete closes the
+// descriptors.
 func TestHolder(t *testing.T) {
 	runDir := runHolder(t)
 	a := dial(t, runDir)
@@ -104,7 +105,7 @@ func TestHolderList(t *testing.T) {
 	}
 }
 
-// Rubbish ends the connection that brought it, not the holder; and only root is served.
+// TestHolderHostile: rubbish ends the sender's connection, not the holder; and the holder serves only root.
 func TestHolderHostile(t *testing.T) {
 	runDir := runHolder(t)
 	sock := filepath.Join(runDir, "hold.sock")
@@ -123,7 +124,7 @@ func TestHolderHostile(t *testing.T) {
 		t.Errorf("an unknown ask: %v, want kind invalid", err)
 	}
 
-	if err := os.Chmod(sock, 0o666); err != nil { // so that only the credentials are in the way
+	if err := os.Chmod(sock, 0o666); err != nil { // so only the credentials are in the way
 		t.Fatal(err)
 	}
 	for dir := runDir; dir != "/"; dir = filepath.Dir(dir) {

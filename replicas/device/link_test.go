@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// TestStaleLinks: a name in /dev/drover never leads to what was set up later under the number of a device that is gone.
+// TestStaleLinks: a name in /dev/drover never leads to a later loop device with the number of a removed device.
 func TestStaleLinks(t *testing.T) {
 	img := filepath.Join(t.TempDir(), "disk.img")
 	if err := os.WriteFile(img, nil, 0o600); err != nil {

@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/replicas/device/loophelper"
 )
 
-// TestLoopOfAnother: a loop device whose number is another one's by now is neither claimed nor taken down.
+// TestLoopOfAnother: a loop device which by now belongs to another file is neither claimed nor taken down.
 func TestLoopOfAnother(t *testing.T) {
 	suite.System(t)
 	path := filepath.Join(t.TempDir(), "of-another")
@@ -37,6 +37,6 @@ func TestLoopOfAnother(t *testing.T) {
 		t.Fatalf("the device stands on %q", file)
 	}
 	dropLoop(n, "of-another")
-	// It goes with its last user, and another process that looks for a free one may have it open just now.
+	// The device ends with its last user, and another process in search of a free device may have it open just now.
 	await(t, func() bool { return loopFile(n) != "of-another" })
 }

@@ -10,7 +10,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// Every request can need the memory of the staging buffer when there is no other: it still goes on.
+// TestNoMemory: without other memory any request can need the memory of the staging buffer; the server still continues.
 func TestNoMemory(t *testing.T) {
 	s := newServer(nil, slog.Default())
 	if err := s.prepareMemory(); err != nil {
@@ -30,7 +30,7 @@ func TestNoMemory(t *testing.T) {
 	if s.pool.used != maxIO {
 		t.Errorf("%d bytes in use; only the staging buffer should be", s.pool.used)
 	}
-	s.growing = true // it asks for more, which must not come here
+	s.growing = true // as if the server had asked for memory: none may come here
 	s.stage, m = slot{}, s.stage
 	if s.mayRead(&conn{}) {
 		t.Error("nothing may be read without a staging buffer")
@@ -49,8 +49,8 @@ func TestNoMemory(t *testing.T) {
 	s.pool.trimSlabs(reserved)
 }
 
-// Memory that was asked for comes when it can: after the last device went and all was given back, or when the only
-// staging buffer was lent to a disk that hangs. Whoever is there then, or comes, is served.
+// TestMemoryComesLate: requested memory may come late: after the end of the last device, with all memory given back, or
+// while a hanging disk has the only staging buffer. The server serves the present or the next device.
 func TestMemoryComesLate(t *testing.T) {
 	slab := func() [][]byte {
 		m, err := mapLocked(slabSize, func(error) {})
@@ -62,7 +62,7 @@ func TestMemoryComesLate(t *testing.T) {
 	l := runLoop(t)
 	s := newServer(l, slog.Default())
 	err := l.Do(func() {
-		s.growing = true // as after want, which adds no more of its own here
+		s.growing = true // as after wantMemory, so that the server adds no memory here
 		if err := s.prepareMemory(); err != nil {
 			t.Error(err)
 			return
@@ -81,7 +81,7 @@ func TestMemoryComesLate(t *testing.T) {
 			t.Error("the next device is not served")
 		}
 
-		for s.stage.mem != nil { // all is with a disk that hangs
+		for s.stage.mem != nil { // a hanging disk has all memory
 			s.pool.leased += int64(classSize[s.takeMemory(maxIO, false).class])
 		}
 		s.growing = true
@@ -98,8 +98,8 @@ func TestMemoryComesLate(t *testing.T) {
 	}
 }
 
-// Requests that are not answered leave those a buffer who have nothing under way, however many have all of the memory,
-// and however small the pieces are that it is cut into.
+// TestMemoryForEach: a device without requests in progress gets a buffer, however many other devices hold all memory
+// with unanswered requests, and however small the pieces of the memory are.
 func TestMemoryForEach(t *testing.T) {
 	suite.Slow(t)
 	for name, cut := range map[string]int{"large": maxIO, "cut": page} {
@@ -115,7 +115,7 @@ func TestMemoryForEach(t *testing.T) {
 					}
 				}
 			})
-			for cut != maxIO && err == nil && s.pool.size() < poolCap { // all of it, and back again
+			for cut != maxIO && err == nil && s.pool.size() < poolCap { // cut all memory, and give all pieces back
 				err = l.Do(func() {
 					for s.stage.mem != nil && len(s.pool.free[bigClass]) > 0 {
 						small = append(small, s.takeMemory(cut, false))
@@ -152,7 +152,8 @@ func TestMemoryForEach(t *testing.T) {
 	}
 }
 
-// TestMemoryGoesWithTheLastDevice: without a device no memory is kept for requests, and the next one has it again.
+// TestMemoryGoesWithTheLastDevice: without a device the server keeps no memory for requests, and the next device gets
+// memory again.
 func TestMemoryGoesWithTheLastDevice(t *testing.T) {
 	h, l := openHost(t, runHolder(t)), runLoop(t)
 	srv := h.serverOf(l)
@@ -180,6 +181,6 @@ func TestMemoryGoesWithTheLastDevice(t *testing.T) {
 		if err := second.Detach(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		becomes(0) // without one
+		becomes(0) // without a device
 	}
 }

@@ -45,8 +45,8 @@ func fio(t *testing.T, path, rw, bs string, depth, seconds int) (iops, usec floa
 	return s.IOPS, s.Lat.Mean / 1000
 }
 
-// TestSpeed compares, on the same file in the same run, the file itself, a loop device with direct I/O on it and a
-// device. DROVER_SPEED sets how many rounds; the table has medians. It asserts nothing: machines differ.
+// TestSpeed compares, on the same file in the same run, the file itself, a loop device with direct I/O on the file, and
+// a device. DROVER_SPEED sets the number of rounds; the table has medians. TestSpeed asserts nothing: machines differ.
 func TestSpeed(t *testing.T) {
 	rounds := suite.Count(t, "DROVER_SPEED", 0, 1)
 	if rounds == 0 {
@@ -112,7 +112,7 @@ func TestSpeed(t *testing.T) {
 	}
 }
 
-// cpuTime is what the loop's thread has used, in microseconds.
+// cpuTime is the CPU time of the loop's thread, in microseconds.
 func cpuTime(l *uring.Loop) (us float64) {
 	_ = l.Do(func() {
 		var ru unix.Rusage

@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/block"
 )
 
-// TestPayloadIsStable: a guest changes the page that it writes while the write is under way. All that the engine does with
-// a payload (its checksum, each member's copy of it) must see the same bytes, until the write is answered.
+// TestPayloadIsStable: a guest changes the page of a write in progress. The engine's uses of the payload (the checksum,
+// each member's copy) must all see the same bytes, until the engine answers the write.
 func TestPayloadIsStable(t *testing.T) {
 	h, l := openHost(t, runHolder(t)), runLoop(t)
 	d, be := attach(t, h, l, "stable", 64*mib)
@@ -37,7 +37,7 @@ func TestPayloadIsStable(t *testing.T) {
 	stop := make(chan struct{})
 	var changes, writes sync.WaitGroup
 	for i := range writers {
-		n := []int{4096, 64 << 10, 128 << 10, mib}[i%4] // kept in small memory, and as they were read
+		n := []int{4096, 64 << 10, 128 << 10, mib}[i%4] // the server copies small payloads only
 		b, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 		if err != nil {
 			t.Fatal(err)
