@@ -10,7 +10,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// pausing is a replica whose Adopt of one incarnation takes its time after it is durable.
+// pausing is a replica whose Adopt of one incarnation pauses after the adoption is durable.
 type pausing struct {
 	*Backend
 	at      int64
@@ -28,8 +28,8 @@ func (p *pausing) AdoptFor(ctx context.Context, node string, epoch, incarnation 
 	return err
 }
 
-// TestAdoptionsCross: of two sessions that are adopted at the same time the newer one is served in the end, and the older
-// one, which was served before, gets nothing through any more.
+// TestAdoptionsCross: two sessions adopt at the same time. In the end the server serves the newer session, and refuses
+// the requests of the older session, which was served before.
 func TestAdoptionsCross(t *testing.T) {
 	reached, goOn := make(chan struct{}), make(chan struct{})
 	f := newFar(t, testSize, func(o *ServerOptions) {
@@ -55,7 +55,7 @@ func TestAdoptionsCross(t *testing.T) {
 	within(t, "first session", reached)
 	newer := make(chan error, 1)
 	go func() { newer <- now.Adopt(ctx, 2, 13, []string{f.uid}) }()
-	select { // it comes through now, or waits for the other one
+	select { // the newer session adopts now, or waits for the older session
 	case err := <-newer:
 		newer <- err
 	case <-time.After(300 * time.Millisecond):
@@ -77,9 +77,9 @@ func TestAdoptionsCross(t *testing.T) {
 	}
 }
 
-// TestPanicInAdoptLeavesNoLock: a panic of a call ends its session, and Close of the replica must not wait for a lock.
+// TestPanicInAdoptLeavesNoLock: a panic in an adoption leaves the lock of the replica free, for Close.
 func TestPanicInAdoptLeavesNoLock(t *testing.T) {
-	b := &Backend{cut: &stack.Cut{}} // of no replica: to abort this cut panics
+	b := &Backend{cut: &stack.Cut{}} // of no replica: the abort of this cut panics
 	func() {
 		defer func() {
 			if recover() == nil {

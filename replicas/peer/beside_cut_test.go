@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestAdoptBesideAPreparedCut: a session that prepared a cut, and then asked for what changes layers, keeps no other one
-// from being adopted.
+// TestAdoptBesideAPreparedCut: a session prepares a cut, and calls seal and drop-snapshot, which change layers. The
+// next session is still adopted.
 func TestAdoptBesideAPreparedCut(t *testing.T) {
 	f := newFar(t, 64<<20, nil)
 	d, loop := newDialer(t, f.at), startLoop(t)

@@ -12,13 +12,13 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestArgumentsAreBounded: a replica refuses arguments that lie outside of it, are too long, or name what is not its
-// own, before it does anything with them. The session goes on.
+// TestArgumentsAreBounded: a replica refuses arguments outside of the replica, too long arguments, and names of foreign
+// layers, before the replica changes anything. The session continues.
 func TestArgumentsAreBounded(t *testing.T) {
 	f := newFar(t, 64<<20, nil)
 	m := member(t, newDialer(t, f.at), f, startLoop(t), nil)
 	adoptAs(t, m, 1, 1, "other")
-	foreign := string(api.NewUID()) // a layer of the same disk that is larger than the replica
+	foreign := string(api.NewUID()) // a larger layer of the same disk
 	w, err := f.disk.Create(t.Context(), foreign, 256<<20)
 	if err == nil {
 		_, err = w.WriteAt(slices.Repeat([]byte{1}, block.Size), 255<<20)
@@ -77,7 +77,7 @@ func TestArgumentsAreBounded(t *testing.T) {
 	}
 }
 
-// TestSessionsAreChecked: what opens or adopts a session is checked.
+// TestSessionsAreChecked: a server checks the arguments of open and adopt.
 func TestSessionsAreChecked(t *testing.T) {
 	f := newFar(t, 64<<20, nil)
 	m := member(t, newDialer(t, f.at), f, startLoop(t), nil)
@@ -100,7 +100,7 @@ func TestSessionsAreChecked(t *testing.T) {
 	}
 }
 
-// TestAnswersAreBounded: an engine refuses an answer that lies about what the replica has, and takes no memory for it.
+// TestAnswersAreBounded: an engine refuses an answer that lies about the replica, and takes no memory for the answer.
 func TestAnswersAreBounded(t *testing.T) {
 	n := newScripted(t, Version, nil)
 	m := newDialer(t, n.at).Member(Options{Node: "far", Replica: "r", Volume: "v", Loop: startLoop(t)})
@@ -171,7 +171,8 @@ func TestAnswersAreBounded(t *testing.T) {
 	}
 }
 
-// TestDescriptionsAreBounded: a replica is in no session, and reverted to none, that is later than the last adopted one.
+// TestDescriptionsAreBounded: a description is corrupt if the size is out of range, or if the epoch of the last session
+// or of the last revert is later than the adopted epoch.
 func TestDescriptionsAreBounded(t *testing.T) {
 	if err := (Info{Size: testSize, Epoch: 3, Joined: 3, Reverted: 3}).validate(); err != nil {
 		t.Error(err)
@@ -184,7 +185,7 @@ func TestDescriptionsAreBounded(t *testing.T) {
 	}
 }
 
-// TestMessagesAreBounded: the message of an error that a peer sends is cut, so that no log is filled with it.
+// TestMessagesAreBounded: the message of a peer's error is cut, so no peer fills a log.
 func TestMessagesAreBounded(t *testing.T) {
 	f := fault{Message: strings.Repeat("é", 1<<20)}
 	if n := len(f.toError().Error()); n > maxMessage+10 {

@@ -21,8 +21,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// counters is a load that knows of each block which writes were issued and which were acknowledged: block b holds the
-// number of its last write.
+// counters is a load that counts the issued and the acknowledged writes of each block: block b holds the number of its
+// last write.
 type counters struct {
 	c              *cluster
 	issued, acked  []atomic.Uint64
@@ -51,7 +51,7 @@ func (w *counters) start(writers int) {
 			rng := rand.New(rand.NewPCG(uint64(i), 3))
 			buf := aligned(block.Size)
 			for !w.stop.Load() {
-				b := rng.Int64N(n/int64(writers))*int64(writers) + int64(i) // its own blocks
+				b := rng.Int64N(n/int64(writers))*int64(writers) + int64(i) // a block of this writer
 				seq := w.issued[b].Load() + 1
 				w.issued[b].Store(seq)
 				binary.LittleEndian.PutUint64(buf, uint64(b))
@@ -82,7 +82,7 @@ func load(list []atomic.Uint64) []uint64 {
 	return out
 }
 
-// instant is a snapshot that was reported, with what it must and may hold.
+// instant is a reported snapshot, with the oldest and the newest write that each block may hold.
 type instant struct {
 	stack.Snapshot
 	lo, hi []uint64
@@ -95,7 +95,7 @@ func newSnapshot(name string) stack.Snapshot {
 // take takes a snapshot under load.
 func (w *counters) take(name string) (instant, error) { return w.cut(newSnapshot(name)) }
 
-// surely takes a snapshot for as many times as a busy machine needs for it.
+// surely takes a snapshot, and tries again while a busy machine is too slow.
 func (w *counters) surely(one stack.Snapshot) instant {
 	w.c.t.Helper()
 	var s instant
@@ -107,7 +107,7 @@ func (w *counters) surely(one stack.Snapshot) instant {
 	return s
 }
 
-// surely repeats what a busy machine has no time for.
+// surely repeats fn while a busy machine is too slow.
 func (c *cluster) surely(what string, fn func() error) {
 	c.t.Helper()
 	tick := time.NewTicker(50 * time.Millisecond)
@@ -145,7 +145,7 @@ func (c *cluster) diskOf(uid string) *stack.Disk {
 	return c.disk
 }
 
-// holds reads what a snapshot holds on a replica that nobody has open.
+// holds reads the content of a snapshot of a closed replica.
 func (c *cluster) holds(replica string, s stack.Snapshot) []byte {
 	c.t.Helper()
 	disk := c.diskOf(replica)
@@ -173,7 +173,7 @@ func (c *cluster) holds(replica string, s stack.Snapshot) []byte {
 	return b
 }
 
-// verify compares what a snapshot holds on all members, and with what was written. The engine is closed.
+// verify compares a snapshot's content on all members, and with the writes. The engine is closed.
 func (c *cluster) verify(s instant) {
 	c.t.Helper()
 	_, members := c.rec.state()
@@ -195,7 +195,7 @@ func (c *cluster) verify(s instant) {
 	}
 }
 
-// same compares the replicas as a whole, and their snapshots by name.
+// same compares the whole replicas, and the snapshots by UID and time.
 func (c *cluster) same() {
 	c.t.Helper()
 	_, members := c.rec.state()
@@ -263,8 +263,8 @@ func TestCut(t *testing.T) {
 	}
 }
 
-// TestCutSteps ends the engine at each step of a cut: the next one finds no snapshot, or the same on all members, and a
-// second try of the same snapshot succeeds.
+// TestCutSteps ends the engine at each step of a cut. The next engine finds the snapshot on all members or on no
+// member, and a second try of the same snapshot succeeds.
 func TestCutSteps(t *testing.T) {
 	suite.Slow(t)
 	const size = 16 << 20
@@ -313,7 +313,7 @@ func TestCutSteps(t *testing.T) {
 				t.Errorf("the snapshot is there: %v", has)
 			}
 			again := newCounters(c)
-			for i := range again.issued { // goes on where the other one was
+			for i := range again.issued { // continues after the former writes
 				again.issued[i].Store(w.issued[i].Load())
 				again.acked[i].Store(w.acked[i].Load())
 			}
@@ -334,8 +334,8 @@ func TestCutSteps(t *testing.T) {
 	}
 }
 
-// TestLayersReturn has a replica away while snapshots are taken and deleted, and merged on one side; and a new replica
-// that has none of them.
+// TestLayersReturn: a replica is away while snapshots are taken and deleted, and returns with the same snapshots as the
+// other members. A new replica gets all snapshots, too.
 func TestLayersReturn(t *testing.T) {
 	suite.Slow(t)
 	const size = 32 << 20
@@ -380,7 +380,7 @@ func TestLayersReturn(t *testing.T) {
 	}
 	c.same()
 
-	// One of them is lost, and a new replica takes its place.
+	// A replica is lost, and a new replica takes its place.
 	if err := f.s.Release(f.uid); err != nil {
 		t.Fatal(err)
 	}
@@ -422,7 +422,7 @@ func cutFaults(t *testing.T, seed uint64) {
 	w := startCounters(c, 6)
 	all := slices.Clone(c.rec.members)
 	var list []instant
-	var dropped []string // on some of them, perhaps
+	var dropped []string // perhaps still on some members
 	for round := range 6 {
 		k, what, wait := rng.IntN(2), rng.IntN(4), time.Duration(rng.IntN(40))*time.Millisecond
 		undo := make(chan struct{})
@@ -498,7 +498,7 @@ func cutFaults(t *testing.T, seed uint64) {
 	if n := w.failed.Load(); n > 0 {
 		t.Errorf("%d writes failed", n)
 	}
-	// All are connected again: only then the end can be clean.
+	// All members are connected again: only then the end can be clean.
 	if err := Do(t.Context(), c.loop, c.e, &block.Request{Op: block.OpFlush}); err != nil {
 		t.Errorf("seed %d: %v", seed, err)
 	}
@@ -512,7 +512,7 @@ func cutFaults(t *testing.T, seed uint64) {
 	t.Logf("%d writes, %d snapshots", w.writes.Load(), len(list))
 }
 
-// TestCutFaults runs a few random schedules; DROVER_FAULTS says how many, DROVER_SEED which one alone.
+// TestCutFaults runs a few random schedules; DROVER_FAULTS sets the number, DROVER_SEED selects a single schedule.
 func TestCutFaults(t *testing.T) {
 	suite.Slow(t)
 	for seed := range suite.Seeds(t, suite.Count(t, "DROVER_FAULTS", 1, 50)) {
@@ -540,7 +540,7 @@ func (c *cluster) finish() {
 	}
 }
 
-// TestCompare finds a block that one member has otherwise.
+// TestCompare finds a block with other content on one member.
 func TestCompare(t *testing.T) {
 	c := newCluster(t, 16<<20, 2, true)
 	if err := c.attach(); err != nil {

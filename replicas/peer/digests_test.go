@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestDigestsOfManyAtOnce: digests that wait for what never comes do not keep those of other replicas of the disk.
+// TestDigestsOfManyAtOnce: waiting digests of a held replica do not delay the digests of another replica of the disk.
 func TestDigestsOfManyAtOnce(t *testing.T) {
 	disk, err := stack.Add(t.Context(), t.TempDir()+"/disk")
 	if err != nil {
@@ -66,8 +66,7 @@ func TestDigestsOfManyAtOnce(t *testing.T) {
 	}
 }
 
-// TestDigestsSayTheSame: digests of what is nowhere, of zeros that hide something, and of content are those of what a
-// read shows.
+// TestDigestsSayTheSame: digests match reads, for missing blocks, for zeros over content, and for content.
 func TestDigestsSayTheSame(t *testing.T) {
 	disk, err := stack.Add(t.Context(), t.TempDir()+"/disk")
 	if err != nil {

@@ -8,15 +8,15 @@ import (
 	"drover.io/drover/block"
 )
 
-// lateDisk is a replica that has a request of an older session under way while a newer one is adopted: one that came
-// between the first drain and the change of the sessions. It reaches the disk when the replica is drained again.
+// lateDisk is a replica with a late write of an older session, during the adoption of a newer session. The write comes
+// between the first drain and the change of the sessions, and reaches the disk in the second drain.
 type lateDisk struct {
 	*Backend
 	loop    Loop
 	at      int64         // incarnation
-	adopted chan struct{} // the adoption in it is durable
+	adopted chan struct{} // closed once the adoption is durable
 	goOn    chan struct{}
-	came    chan struct{} // the request did
+	came    chan struct{} // closed once the late write came
 
 	mu     sync.Mutex
 	second bool
@@ -60,8 +60,9 @@ func (r *lateDisk) Drain(ctx context.Context) error {
 	return r.Backend.Drain(ctx)
 }
 
-// TestAdoptDrainsAfterItChangedSessions: until the server serves the newer session, it takes requests of the older one.
-// ADOPT answers when those are over, too: else a late write of the older engine lands on one of the newer engine.
+// TestAdoptDrainsAfterItChangedSessions: until the server serves the newer session, the server takes requests of the
+// older session. ADOPT answers after the end of these requests, too. Else a late write of the older engine overwrites a
+// write of the newer engine.
 func TestAdoptDrainsAfterItChangedSessions(t *testing.T) {
 	disk := &lateDisk{at: 12, adopted: make(chan struct{}), goOn: make(chan struct{}), came: make(chan struct{})}
 	f := newFar(t, testSize, func(o *ServerOptions) {
@@ -99,7 +100,7 @@ func TestAdoptDrainsAfterItChangedSessions(t *testing.T) {
 		t.Error("the newer engine is adopted while a write of the older one is under way")
 		f.loop.Post(func() { disk.Backend.Submit(under) })
 	}
-	<-late // one way or the other
+	<-late // with an error or without
 	_ = old.Close()
 	if err := now.Close(); err != nil {
 		t.Error(err)

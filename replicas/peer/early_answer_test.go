@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// liar is a node that answers as it likes.
+// liar is a node with arbitrary answers.
 type liar struct {
 	t  *testing.T
 	ln net.Listener
@@ -67,8 +67,8 @@ func (l *liar) frame() (header, []byte, error) {
 	return h, b, err
 }
 
-// TestAnswerBeforeTheRequest: a node answers a write before it has read the write. The engine uses the buffer of an
-// answered request again: the bytes of other requests must not travel to that node, and the process must live.
+// TestAnswerBeforeTheRequest: a node answers a write before the node has read the write. The engine uses the buffer of
+// an answered request again: the bytes of other requests must not travel to the node, and the process must live.
 func TestAnswerBeforeTheRequest(t *testing.T) {
 	l := newLiar(t)
 	accepted := make(chan error, 1)

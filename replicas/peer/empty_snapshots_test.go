@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestEmptySnapshots has a replica away while many snapshots are taken that hold nothing new: they cost a cut each, and
-// nothing is read for them.
+// TestEmptySnapshots: a replica is away while many snapshots without new content are taken. In the rebuild each
+// snapshot costs a cut, and the engine reads nothing for the snapshots.
 func TestEmptySnapshots(t *testing.T) {
 	suite.Slow(t)
 	const n = 100
@@ -50,7 +50,7 @@ func TestEmptySnapshots(t *testing.T) {
 	c.same()
 }
 
-// TestRuns: whatever the limit, all that was in the list is in the runs.
+// TestRuns: for any limit, the runs contain the whole list.
 func TestRuns(t *testing.T) {
 	list := []int64{0, 1, 2, 5, 7, 8, 20, 40, 41, 100}
 	for most := 1; most < 10; most++ {

@@ -18,7 +18,7 @@ var holding = []struct {
 	{"a note beside a prepared cut", []string{"prepare-cut\n" + `{"layer":"` + string(api.NewUID()) + `"}`, "note\n{}"}, false},
 }
 
-// pause lets another goroutine run.
+// pause lets other goroutines continue.
 func pause(d time.Duration) {
 	t := time.NewTimer(d)
 	<-t.C
@@ -51,8 +51,7 @@ func (f *far) hold(t *testing.T, calls []string, write bool) *greedy {
 	return g
 }
 
-// TestServerEndsBesideACut: an engine is in the middle of a cut, with I/O and calls that wait for the cut, when the
-// process is to end.
+// TestServerEndsBesideACut: the server ends while an engine is in the middle of a cut, with waiting I/O and calls.
 func TestServerEndsBesideACut(t *testing.T) {
 	for _, c := range holding {
 		t.Run(c.name, func(t *testing.T) {
@@ -73,7 +72,8 @@ func TestServerEndsBesideACut(t *testing.T) {
 	}
 }
 
-// TestReplicaIsClosedAfterACut: an engine disappears in the middle of a cut: its replica is closed after the linger.
+// TestReplicaIsClosedAfterACut: an engine disappears in the middle of a cut. The server closes the replica after the
+// linger.
 func TestReplicaIsClosedAfterACut(t *testing.T) {
 	for _, c := range holding {
 		t.Run(c.name, func(t *testing.T) {

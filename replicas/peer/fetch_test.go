@@ -41,7 +41,7 @@ func image(t *testing.T, disk *stack.Disk) string {
 	return layer
 }
 
-// hydrate lets a disk read a layer of another one, as long as that is not lost.
+// hydrate lets a disk read a layer of another disk, unless the source is lost.
 func hydrate(t *testing.T, to, from *stack.Disk, layer string, lost *atomic.Bool) {
 	t.Helper()
 	to.Sources(nil, func(_ context.Context, l stack.RemoteLayer, off int64, buf []byte, _ func([]byte) error) error {
@@ -74,7 +74,7 @@ func hydrate(t *testing.T, to, from *stack.Disk, layer string, lost *atomic.Bool
 	}
 }
 
-// onImage makes a replica that stands on a layer.
+// onImage makes a replica on a layer.
 func onImage(t *testing.T, disk *stack.Disk, volume, layer string) string {
 	t.Helper()
 	uid := string(api.NewUID())
@@ -95,7 +95,8 @@ func newDisk(t *testing.T) *stack.Disk {
 	return disk
 }
 
-// imaged is an engine with two members on an image: "far" has the image, and the engine's own node reads it there.
+// imaged is an engine with two members on an image: "far" has the image, and the engine's own node reads the image
+// there.
 type imaged struct {
 	t       *testing.T
 	loop    Loop
@@ -148,8 +149,8 @@ func (w *imaged) start(op block.Op, off int64) chan error {
 	return done
 }
 
-// The only other machine dies that has the image and a replica, while a read waits for a block of the image: the replica
-// is dropped and writes go on.
+// TestImagesNodeDiesWhileAReadWaits: the only other machine with the image and a replica dies, while a read waits for a
+// block of the image. The engine drops the replica, and writes continue.
 func TestImagesNodeDiesWhileAReadWaits(t *testing.T) {
 	suite.Slow(t)
 	w := newImaged(t, engine.StallTimeout{Min: endless, Max: endless})
@@ -174,7 +175,8 @@ func TestImagesNodeDiesWhileAReadWaits(t *testing.T) {
 	}
 }
 
-// A replica whose image's source does not answer stays a member, and another one answers the read.
+// TestSlowSourceCostsNoMember: a replica whose image has a silent source stays a member, and another member answers the
+// read.
 func TestSlowSourceCostsNoMember(t *testing.T) {
 	suite.Slow(t)
 	w := newImaged(t, engine.StallTimeout{Min: 300 * time.Millisecond, Max: 600 * time.Millisecond})
@@ -182,7 +184,7 @@ func TestSlowSourceCostsNoMember(t *testing.T) {
 	if err := within(t, "a block of the image", w.start(block.OpRead, 16<<20)); err != nil {
 		t.Fatal(err)
 	}
-	for range 8 { // of its stall timeout
+	for range 8 { // stall timeouts
 		time.Sleep(300 * time.Millisecond)
 		if err := within(t, "answer to a write", w.start(block.OpWrite, 0)); err != nil {
 			t.Fatal(err)
@@ -193,7 +195,8 @@ func TestSlowSourceCostsNoMember(t *testing.T) {
 	}
 }
 
-// A replica on another machine answers a read of what it still fetches at once, and calls in bounded time.
+// TestRemoteReplicaTellsWhatItFetches: a replica on another machine answers reads of unfetched blocks at once, and
+// calls in bounded time.
 func TestRemoteReplicaTellsWhatItFetches(t *testing.T) {
 	suite.Slow(t)
 	f, source := newFar(t, imageSize, nil), newDisk(t)
@@ -230,7 +233,8 @@ func TestRemoteReplicaTellsWhatItFetches(t *testing.T) {
 	}
 }
 
-// A node of an older version does not know such an answer: the server keeps its read until the block is fetched.
+// TestReadOfAnOlderNodeWaitsForTheFetch: a node of an older version does not know the answer "not fetched". The server
+// keeps the node's read until the block is fetched.
 func TestReadOfAnOlderNodeWaitsForTheFetch(t *testing.T) {
 	suite.Slow(t)
 	f, source := newFar(t, imageSize, nil), newDisk(t)
@@ -261,7 +265,7 @@ func TestReadOfAnOlderNodeWaitsForTheFetch(t *testing.T) {
 	}
 }
 
-// drained is a replica that tells of each drain.
+// drained is a replica that notifies the test of each drain.
 type drained struct {
 	*Backend
 	seen chan bool
@@ -272,7 +276,8 @@ func (d *drained) Drain(ctx context.Context) error {
 	return d.Backend.Drain(ctx)
 }
 
-// When a session takes the place of another one, the writes are drained that the former one began meanwhile.
+// TestWritesOfTheFormerSessionAreDrained: when a new session replaces a former session, the server drains the former
+// session's last writes.
 func TestWritesOfTheFormerSessionAreDrained(t *testing.T) {
 	seen := make(chan bool, 9)
 	f := newFar(t, testSize, func(o *ServerOptions) {

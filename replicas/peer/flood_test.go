@@ -25,9 +25,8 @@ func connOf(m *Member) *conn {
 	return m.c
 }
 
-// flood makes n connections to addr as fast as it can, half of them from the address that engines dial from and half
-// from 80 others, and says nothing on them. A client keeps its last 500, as one does who wants to exhaust the server, and
-// closes older ones.
+// flood makes n connections to addr as fast as possible, half of them from the engines' address and half from 80 other
+// addresses, and sends nothing. A client keeps its last 500 connections, to exhaust the server, and closes older ones.
 func flood(addr string, n int) error {
 	const clients, kept = 8, 500
 	ends := make(chan error, clients)
@@ -60,7 +59,7 @@ func flood(addr string, n int) error {
 	return errors.Join(errs...)
 }
 
-// floodAs has a process of a user without rights flood addr. The error of its end comes through the channel.
+// floodAs has a process of a user without rights flood addr. The channel gets the error of the process.
 func floodAs(t *testing.T, user uint32, addr string, n int) <-chan error {
 	t.Helper()
 	// The folder of the test's program is closed to others: /proc/self/exe is not.
@@ -98,8 +97,8 @@ func floodMain() int {
 	return 0
 }
 
-// TestFloodOfUnknownConnections: connections of a user without rights, as many and as fast as that user can make them,
-// break no session of an engine, and other engines can begin sessions meanwhile and afterwards.
+// TestFloodOfUnknownConnections: a user without rights makes connections, as many and as fast as possible. No session
+// of an engine breaks, and other engines can begin sessions meanwhile and afterwards.
 func TestFloodOfUnknownConnections(t *testing.T) {
 	suite.System(t) // for the user without rights
 	f := newFar(t, testSize, nil)
@@ -152,7 +151,7 @@ func TestFloodOfUnknownConnections(t *testing.T) {
 		f.s.mu.Unlock()
 		most = max(most, n)
 	}
-	if most > 1024 { // the bound, and connections that end
+	if most > 1024 { // the bound, and ending connections
 		t.Errorf("the server held %d connections at once", most)
 	}
 	t.Logf("%d writes during the flood, %d of %d new engines, at most %d connections at once", writes, probes, tries, most)
@@ -168,8 +167,8 @@ func TestFloodOfUnknownConnections(t *testing.T) {
 	}
 }
 
-// TestIdleConnectionsEnd: a connection without sessions ends, one with a session stays, and a new one is made when it is
-// needed.
+// TestIdleConnectionsEnd: a connection without sessions ends, a connection with a session stays, and an adoption makes
+// a new connection.
 func TestIdleConnectionsEnd(t *testing.T) {
 	suite.Slow(t)
 	f := newFar(t, testSize, func(o *ServerOptions) { o.Idle = time.Millisecond })
@@ -200,7 +199,7 @@ func TestIdleConnectionsEnd(t *testing.T) {
 	}
 }
 
-// TestSilenceEndsAConnection: one that says nothing is closed in bounded time.
+// TestSilenceEndsAConnection: the server closes a silent connection in bounded time.
 func TestSilenceEndsAConnection(t *testing.T) {
 	f := newFar(t, testSize, func(o *ServerOptions) { o.Listen = listener.Options{Deadline: 50 * time.Millisecond} })
 	nc, err := net.Dial("tcp", f.at())

@@ -24,7 +24,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// script is the input of the fuzz test, read as what a hostile engine does in a session.
+// script is the input of the fuzz test, read as the steps of a hostile engine in a session.
 type script struct{ b []byte }
 
 func (s *script) byte() byte {
@@ -43,7 +43,7 @@ func (s *script) bytes(n int) []byte {
 	return b
 }
 
-// number is one of those at which things go wrong, or any.
+// number is an edge case, or any number.
 func (s *script) number() int64 {
 	c := s.byte()
 	odd := [...]int64{0, 1, -1, 2, 7, 63, 64, 512, 4095, 4096, 4097, 8192, 1 << 16, 1 << 20, 1<<20 - 4096, 1 << 21,
@@ -62,7 +62,7 @@ func (s *script) number() int64 {
 
 const fuzzSize = 32 << 20
 
-// hostile is a connection of an engine that the replica has adopted.
+// hostile is a connection of an adopted engine.
 type hostile struct {
 	nc   net.Conn
 	w    *bufio.Writer
@@ -81,14 +81,14 @@ func (h *hostile) send(x header, payload []byte) {
 	}
 }
 
-// fuzzed is a node with a replica on a real disk, which many scripts are played against.
+// fuzzed is a node with a replica on a real disk, the target of many scripts.
 type fuzzed struct {
 	*far
 	log    logged
 	epoch  int64
 	played int
 	names  []string // of all calls
-	ids    []string // of layers and snapshots, and what is none
+	ids    []string // of layers and snapshots, and invalid ids
 }
 
 func newFuzzed(f *testing.F) *fuzzed {
@@ -114,7 +114,7 @@ func newFuzzed(f *testing.F) *fuzzed {
 	return z
 }
 
-// renew has the next scripts play against a new replica, with a layer below and a larger one beside it.
+// renew makes a new replica for the next scripts, with a layer below the replica, and a larger layer on the same disk.
 func (z *fuzzed) renew(t *testing.T) {
 	ctx := t.Context()
 	if err := z.s.Release(z.uid); err != nil {
@@ -148,7 +148,7 @@ func (z *fuzzed) renew(t *testing.T) {
 	}
 }
 
-// connect opens and adopts a session, whose number is 1. It fails the test where a sound engine would be refused.
+// connect opens and adopts session 1. The test fails if the server refuses a sound engine.
 func (z *fuzzed) connect(t *testing.T) net.Conn {
 	nc, err := net.Dial("tcp", z.at())
 	if err != nil {
@@ -170,7 +170,7 @@ func (z *fuzzed) connect(t *testing.T) net.Conn {
 	return nc
 }
 
-// exchangeOn sends a frame and takes its answer.
+// exchangeOn sends a frame and receives the answer.
 func exchangeOn(nc net.Conn, h header, payload []byte) ([]byte, error) {
 	if err := writeControl(nc, h, payload); err != nil {
 		return nil, err
@@ -187,7 +187,7 @@ func exchangeOn(nc net.Conn, h header, payload []byte) ([]byte, error) {
 	return b, err
 }
 
-// arguments has all fields that any call knows.
+// arguments has the fields of all calls.
 func (z *fuzzed) arguments(s *script) []byte {
 	id := func() string { return z.ids[int(s.byte())%len(z.ids)] }
 	n := s.number
@@ -215,7 +215,7 @@ func (z *fuzzed) arguments(s *script) []byte {
 	}
 	b, err := json.Marshal(all)
 	if err != nil {
-		panic(err) // it is made of strings and numbers
+		panic(err) // strings and numbers have JSON
 	}
 	return b
 }
@@ -270,7 +270,7 @@ func (z *fuzzed) step(h *hostile, s *script) {
 	}
 }
 
-// play has a hostile engine play a script, and looks whether a sound one is served after it.
+// play has a hostile engine play a script, and checks that the server then serves a sound engine.
 func (z *fuzzed) play(t *testing.T, input []byte) {
 	if z.played%100 == 0 {
 		z.renew(t)
@@ -298,7 +298,7 @@ func (z *fuzzed) play(t *testing.T, input []byte) {
 		z.step(h, s)
 	}
 	_ = h.w.Flush()
-	late := time.After(100 * time.Millisecond) // what waits for a cut that was prepared has no answer
+	late := time.After(100 * time.Millisecond) // calls that wait for a prepared cut have no answer
 	for open := true; open && h.id > 0; h.id-- {
 		select {
 		case <-answers:
@@ -323,15 +323,15 @@ func (z *fuzzed) play(t *testing.T, input []byte) {
 	}
 }
 
-// sound is an engine that keeps to the protocol. A session that ends, as the hostile one had the replica closed, begins
-// again.
+// sound is an engine that keeps to the protocol. If the session ends, because the hostile engine had the replica
+// closed, the session begins again.
 func (z *fuzzed) sound(t *testing.T) {
 	for !z.served(t) {
 		continue
 	}
 }
 
-// served reports whether a session of the sound engine came to its end.
+// served reports whether the sound engine's session reached the end.
 func (z *fuzzed) served(t *testing.T) bool {
 	nc := z.connect(t)
 	defer nc.Close()
@@ -352,7 +352,7 @@ func (z *fuzzed) served(t *testing.T) bool {
 		}
 		var m stack.Meta
 		if x.h.id == 12 && json.Unmarshal(b, &m) == nil && (m.Size > fuzzSize || len(m.Layers) > 20) {
-			z.played = 0 // the next one is another
+			z.played = 0 // the next script gets a new replica
 		}
 		if x.h.kind == kindRead && !bytes.Equal(b, content) {
 			t.Fatal("a sound engine reads something else than it wrote")
@@ -361,15 +361,15 @@ func (z *fuzzed) served(t *testing.T) bool {
 	return true
 }
 
-// FuzzSession has an engine that was adopted send whatever it likes to a replica on a disk: no call panics, none takes
-// memory without end, and the next engine is served.
+// FuzzSession has an adopted engine send any frames to a replica on a disk: no call panics, no call takes memory
+// without end, and the server serves the next engine.
 func FuzzSession(f *testing.F) {
 	z := newFuzzed(f)
-	for i := range z.names { // each call, with numbers that are small, and with odd ones
+	for i := range z.names { // each call, with small numbers, and with odd numbers
 		f.Add(append([]byte{0, byte(i)}, bytes.Repeat([]byte{9}, 40)...))
 		f.Add(append([]byte{0, byte(i)}, slices.Repeat([]byte{5, 9, 13, 19, 30, 26}, 8)...))
 	}
-	// A snapshot (7, of layer 8) that is taken, read, compared and dropped; and cuts that are left as they are.
+	// A snapshot (7, of layer 8): taken, read, compared and dropped; and unfinished cuts.
 	call := func(name string, uid, layer, mode byte) []byte {
 		return []byte{0, byte(slices.Index(z.names, name)), uid, 3, layer, 0, 13, 19, 1, 1, 1, uid, 0, 0, 5, 0, 13, layer,
 			mode}

@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// prompt is a replica that answers at once.
+// prompt is a replica that answers immediately.
 type prompt struct{ size int64 }
 
 func (p prompt) Submit(r *block.Request)                                        { r.Done(r) }
@@ -28,7 +28,7 @@ func (p prompt) Call(context.Context, string, []byte) ([]byte, error) {
 }
 func (p prompt) Close() error { return nil }
 
-// withPrompt has a server serve replicas that answer at once, beside its own.
+// withPrompt has a server serve prompt replicas, beside its own replica.
 func withPrompt(f *far) {
 	open := f.o.Open
 	f.o.Open = func(ctx context.Context, uid, volume string) (Replica, Loop, error) {
@@ -39,7 +39,7 @@ func withPrompt(f *far) {
 	}
 }
 
-// greedy is a client that speaks the protocol, keeps to nothing else, and reads nothing unless it is told to.
+// greedy is a client that speaks the protocol, keeps no limits, and reads only when the test says so.
 type greedy struct {
 	t  *testing.T
 	nc net.Conn
@@ -94,7 +94,7 @@ func (g *greedy) next() (header, []byte) {
 	return h, b
 }
 
-// flood sends a frame again and again, until the connection breaks; ended tells of it. stop ends it.
+// flood sends a frame again and again, until the connection breaks; ended gets the error.
 func (g *greedy) flood(h header, payload []byte) (ended chan error) {
 	ended = make(chan error, 1)
 	go func() {
@@ -110,9 +110,9 @@ func (g *greedy) flood(h header, payload []byte) (ended chan error) {
 	return ended
 }
 
-// owed is what a server has for a client.
+// owed is the server's load for a client.
 type owed struct {
-	frames, calls int   // under way, or answered and not sent
+	frames, calls int   // in progress, or answered and not sent
 	bytes         int64 // of buffers
 	answers       int64 // bytes of calls
 }
@@ -124,7 +124,7 @@ func (o owed) within(t *testing.T) {
 	}
 }
 
-// owes is what a server has for all its clients, at this moment.
+// owes lists the server's present load for each client.
 func (f *far) owes() (list []owed) {
 	f.s.mu.Lock()
 	defer f.s.mu.Unlock()
@@ -140,7 +140,7 @@ func (f *far) owes() (list []owed) {
 	return list
 }
 
-// full waits until the server takes no more of its clients.
+// full waits until the server takes no more requests of its clients.
 func full(t *testing.T, f *far, is func([]owed) bool) {
 	t.Helper()
 	until := time.Now().Add(5 * time.Minute)
@@ -167,7 +167,7 @@ func every(is func(owed) bool) func([]owed) bool {
 func allFrames(o owed) bool { return o.frames >= connFrames }
 func allCalls(o owed) bool  { return o.calls >= connCalls }
 
-// allMemory is when a large request finds none.
+// allMemory: no memory is left for a large request.
 func allMemory(list []owed) bool {
 	var sum int64
 	for _, o := range list {
@@ -176,7 +176,8 @@ func allMemory(list []owed) bool {
 	return sum > serverMemory-maxPayload
 }
 
-// TestGreedy: clients that ask and take no answer get a bounded part of the server's memory, and others are served.
+// TestGreedy: clients that send requests and read no answers get a bounded part of the server's memory, and the server
+// serves other clients.
 func TestGreedy(t *testing.T) {
 	suite.Slow(t)
 	read := header{kind: kindRead, session: 1, n: maxPayload}
@@ -223,10 +224,10 @@ func TestGreedy(t *testing.T) {
 	}
 }
 
-// TestGreedyIsCutOff: a client that takes none of its answers is cut off in the end, and what it had is given back.
+// TestGreedyIsCutOff: the server cuts off a client that reads no answers, and takes all buffers of the client back.
 func TestGreedyIsCutOff(t *testing.T) {
 	suite.Slow(t)
-	// The test itself may stand still for long.
+	// The test itself may stall, too.
 	f := newFar(t, testSize, func(o *ServerOptions) { o.Stalled = 5 * time.Second })
 	f.stop()
 	withPrompt(f)
@@ -255,7 +256,7 @@ func TestGreedyIsCutOff(t *testing.T) {
 	}
 }
 
-// TestSlowClient: one that takes its answers slowly gets all of them, whatever it asked for.
+// TestSlowClient: a client that reads answers slowly gets all answers, for any number of requests.
 func TestSlowClient(t *testing.T) {
 	f := newFar(t, testSize, nil)
 	f.stop()
@@ -265,7 +266,7 @@ func TestSlowClient(t *testing.T) {
 	if err := g.nc.(*net.TCPConn).SetReadBuffer(16 << 10); err != nil {
 		t.Fatal(err)
 	}
-	const all = 300 // of 256 KiB: more than it may have
+	const all = 300 // of 256 KiB: more than connMost
 	want := bytes.Repeat([]byte{0x5a}, 256<<10)
 	wrote := make(chan error, 1)
 	go func() {
@@ -299,7 +300,7 @@ func TestSlowClient(t *testing.T) {
 	}
 }
 
-// TestAnswersOfCalls: whoever asks for more of what snapshots hold than fits is answered all of it, as it takes answers.
+// TestAnswersOfCalls: a client that asks for more snapshot content than fits gets all answers, as the client reads.
 func TestAnswersOfCalls(t *testing.T) {
 	f := newFar(t, testSize, nil)
 	f.stop()
@@ -329,10 +330,10 @@ func TestAnswersOfCalls(t *testing.T) {
 	}
 }
 
-// stuck is a replica of which reads of snapshots hang.
+// stuck is a replica with hanging reads of snapshots.
 type stuck struct {
 	prompt
-	hanging chan struct{} // gets one for each
+	hanging chan struct{} // gets a value for each hanging read
 }
 
 func (s stuck) Call(ctx context.Context, name string, args []byte) ([]byte, error) {
@@ -344,7 +345,7 @@ func (s stuck) Call(ctx context.Context, name string, args []byte) ([]byte, erro
 	return nil, ctx.Err()
 }
 
-// TestDigestsBesideReadsThatHang: snapshots whose source hangs keep nobody from comparing the rest.
+// TestDigestsBesideReadsThatHang: hanging reads of snapshots do not delay digests.
 func TestDigestsBesideReadsThatHang(t *testing.T) {
 	f := newFar(t, testSize, nil)
 	f.stop()
@@ -374,7 +375,7 @@ func TestDigestsBesideReadsThatHang(t *testing.T) {
 	}
 }
 
-// TestUnknownSessionCostsNothing: what comes for a session that has ended is answered, and takes no buffers.
+// TestUnknownSessionCostsNothing: the server answers requests of an unknown session, and takes no buffers.
 func TestUnknownSessionCostsNothing(t *testing.T) {
 	f := newFar(t, testSize, nil)
 	f.stop()

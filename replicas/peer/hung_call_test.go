@@ -21,12 +21,12 @@ type stuckDisk struct {
 	mu    sync.Mutex
 	names map[string]bool // nil: the disk does not hang
 	goOn  chan struct{}
-	asked map[string]int // calls that hung, by name
+	asked map[string]int // number of hanging calls, by name
 }
 
 type openFunc = func(ctx context.Context, uid, volume string) (Replica, Loop, error)
 
-// open is a server's Open with this disk.
+// open is a server's Open on the stuck disk.
 func (d *stuckDisk) open(open openFunc) openFunc {
 	return func(ctx context.Context, uid, volume string) (Replica, Loop, error) {
 		r, l, err := open(ctx, uid, volume)
@@ -52,7 +52,7 @@ func (d *stuckDisk) resume() {
 	}
 }
 
-// waits is the channel that an operation hangs on; nil: the operation does not hang.
+// waits is the channel on which an operation hangs; nil: the operation does not hang.
 func (d *stuckDisk) waits(name string) chan struct{} {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -100,7 +100,7 @@ func (r stuckReplica) AdoptFor(ctx context.Context, node string, epoch, incarnat
 	return r.Replica.AdoptFor(ctx, node, epoch, incarnation, members)
 }
 
-// Drain waits for the requests that hang.
+// Drain waits for the hanging requests.
 func (r stuckReplica) Drain(ctx context.Context) error {
 	r.d.mu.Lock()
 	var wait chan struct{}
@@ -209,7 +209,7 @@ func TestDiskHangsWhileItsConnectionLives(t *testing.T) {
 		t.Errorf("the connection broke: %v", c.cause())
 	}
 	for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-		hang := len(calls) + 2 // goroutines of the server, which is in this process
+		hang := len(calls) + 2 // goroutines of the server, in the same process
 		if n := runtime.NumGoroutine(); n <= before+hang {
 			break
 		} else if time.Now().After(end) {
@@ -255,8 +255,8 @@ func TestDiskHangsWhileItsConnectionLives(t *testing.T) {
 	_ = well.Close()
 }
 
-// TestAbandonedMemberDrainsBeforeItServes: an abandoned member serves again only after its disk has done, or failed,
-// the requests of the former session: a late write would overwrite a newer one.
+// TestAbandonedMemberDrainsBeforeItServes: an abandoned member serves again only after the disk has done, or failed,
+// the requests of the former session. Else a late write would overwrite a newer write.
 func TestAbandonedMemberDrainsBeforeItServes(t *testing.T) {
 	d := &stuckDisk{}
 	defer d.resume()
@@ -319,7 +319,7 @@ func TestJoinBesideADiskThatHangs(t *testing.T) {
 				c.drop(f.uid)
 				buf[0]++
 				write()
-				c.await(func() bool { return !f.s.Serves(f.uid) }) // the end of this session must not hang
+				c.await(func() bool { return !f.s.Serves(f.uid) }) // the end of the session must not hang
 			}
 			turn := make(chan struct{}, 1) // as the engine's node has for a volume
 			back := func(i int) error {
@@ -378,8 +378,8 @@ func TestMemberWhoseDiskHangsInACallIsDropped(t *testing.T) {
 	_ = c.e.Close() // the abandoned member has no clean end
 }
 
-// TestAttachBesideADiskThatHangs: an attach that removes a snapshot from a member whose disk hangs leaves the member out,
-// once the call has exceeded the stall timeout.
+// TestAttachBesideADiskThatHangs: an attach removes a snapshot from a member whose disk hangs. The attach leaves the
+// member out, once the call has exceeded the stall timeout.
 func TestAttachBesideADiskThatHangs(t *testing.T) {
 	suite.Slow(t)
 	c := newCluster(t, testSize, 2, true)

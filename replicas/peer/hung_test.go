@@ -14,14 +14,15 @@ import (
 	"drover.io/drover/replicas/engine"
 )
 
-// TestHung has the other side stop answering: all is answered in bounded time, and a new Adopt takes the member back.
+// TestHung: the other side stops answering. Every request gets an answer in bounded time, and a new Adopt takes the
+// member back.
 func TestHung(t *testing.T) {
 	suite.Slow(t)
 	f := newFar(t, testSize, nil)
 	p := newProxy(t, f.at)
 	d := newDialer(t, at(p.ln.Addr().String()))
 	loop := startLoop(t)
-	var s stalls // short only for a connection that hangs, not for a busy one
+	var s stalls // short only for a hanging connection, not for a busy connection
 	short := func() { s.set(2*time.Second, 3*time.Second) }
 	m := newWatch(t).Member(member(t, d, f, loop, nil), engine.WatchOptions{Loop: loop, Replica: f.uid, Timeout: s.get})
 	adopt := func() {
@@ -49,13 +50,13 @@ func TestHung(t *testing.T) {
 	s.set(endless, endless)
 	p.freeze(false)
 	adopt()
-	g.fail, g.model = nil, make([]byte, testSize) // what failed may be there or not: all is written anew
+	g.fail, g.model = nil, make([]byte, testSize) // failed writes may be on the disk or not: zeros replace all
 	zero := &block.Request{Op: block.OpZero, Len: testSize}
 	if err := Do(context.Background(), loop, m, zero); err != nil {
 		t.Fatal(err)
 	}
 	g.run(500, 16)
-	// The last member is waited for.
+	// The last member has no stall timeout.
 	m.Last(true)
 	short()
 	p.freeze(true)
@@ -64,7 +65,7 @@ func TestHung(t *testing.T) {
 	select {
 	case <-ran:
 		t.Error("nothing was frozen")
-	case <-time.After(4 * time.Second): // longer than its patience
+	case <-time.After(4 * time.Second): // longer than the stall timeout
 	}
 	p.freeze(false)
 	within(t, "end of the requests", ran)

@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/replicas/engine"
 )
 
-// spell is one session: members begin it, value is written, and joiners become members. With whole, intents are cleared
-// at its end: the replicas that are not in it count no more.
+// spell is one session: members begin the session, the engine writes value, and joiners become members. With whole, the
+// end clears the intents: replicas outside of the session no longer count.
 func (c *cluster) spell(members []string, value byte, whole bool, joiners ...string) {
 	c.t.Helper()
 	c.rec.mu.Lock()
@@ -53,8 +53,8 @@ func (c *cluster) hold(value byte, uids ...string) {
 	}
 }
 
-// TestSalvaged: after a salvage of a replica that was away, a former member that cleared its intents in between lacks
-// more than the intents of both tell.
+// TestSalvaged: a user salvages a replica that was away. A former member cleared its intents in between, and lacks more
+// than the intents of both replicas name. The join still copies all.
 func TestSalvaged(t *testing.T) {
 	c := newCluster(t, testSize, 2, true)
 	s, b, old := c.local, c.far[0].uid, c.far[1].uid
@@ -65,8 +65,8 @@ func TestSalvaged(t *testing.T) {
 	c.hold(1, old, b, s)
 }
 
-// TestBackAndForth: a replica is made like a member that happens to hold again what it had itself, so nothing is written
-// to it. One that is made like it later has something else there.
+// TestBackAndForth: a member's content changes back to the content of a replica, so the join of the replica copies
+// nothing. A later join of two such replicas still copies the difference.
 func TestBackAndForth(t *testing.T) {
 	c := newCluster(t, testSize, 2, true)
 	s, b, third := c.local, c.far[0].uid, c.far[1].uid
@@ -80,9 +80,9 @@ func TestBackAndForth(t *testing.T) {
 	c.hold(2, third, b)
 }
 
-// TestReturnAfterWritesThatWereNotNoted: a replica leaves before anything was written. Then the volume has one member,
-// whose engine notes no intents, and is written to. The next engine notes intents, and the replica comes back: the few
-// intents do not tell what the replica lacks, so it is compared as a whole.
+// TestReturnAfterWritesThatWereNotNoted: a replica leaves before any write. The volume then has one member, whose
+// engine notes no intents, and gets a write. The next engine notes intents, and the replica comes back: the few intents
+// do not name all missing regions, so the engine compares the whole replica.
 func TestReturnAfterWritesThatWereNotNoted(t *testing.T) {
 	c := newCluster(t, testSize, 1, true)
 	s, b := c.local, c.far[0].uid
@@ -94,8 +94,8 @@ func TestReturnAfterWritesThatWereNotNoted(t *testing.T) {
 	c.hold(1, s, b)
 }
 
-// TestReopenedGoesOnNoting: a replica that is opened anew under its engine, as after a restart of its process, notes what
-// is written from then on, also where it is the only one that is left. One that was away gets that when it comes back.
+// TestReopenedGoesOnNoting: a replica is opened again under its engine, as after a restart of the replica's process.
+// The replica notes all later writes, even as the only member left. A returning replica gets these writes.
 func TestReopenedGoesOnNoting(t *testing.T) {
 	const region = 16 << 20
 	for name, reopen := range map[string]func(c *cluster){
@@ -151,7 +151,7 @@ func TestReopenedGoesOnNoting(t *testing.T) {
 	}
 }
 
-// drop has a member dropped now, and not when it is waited for no more.
+// drop has a member dropped at once, without a stall timeout.
 func (c *cluster) drop(uid string) {
 	c.t.Helper()
 	c.e.Suspect(uid, api.Errorf(api.Unavailable, "the test says so"))

@@ -24,7 +24,7 @@ func everyRegion(n int64) (list []int64) {
 	return list
 }
 
-// newLargest is a node with a replica of the largest volume, in memory: few file systems have files of that size.
+// newLargest is a node with a replica of the largest volume, in memory: few file systems have files of 64 TiB.
 func newLargest(t *testing.T) *far {
 	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "drover")
@@ -39,8 +39,8 @@ func newLargest(t *testing.T) *far {
 	return newFarOn(t, disk, api.MaxVolumeSize, nil)
 }
 
-// TestCallsOfTheLargestVolume: each call that carries regions or pieces fits for 64 TiB, where all of them are in it,
-// and where every other one is. The connection stays, and the session has a clean end.
+// TestCallsOfTheLargestVolume: each call with regions or pieces fits for 64 TiB, with all regions, and with every other
+// region. The connection stays, and the session has a clean end.
 func TestCallsOfTheLargestVolume(t *testing.T) {
 	suite.Slow(t)
 	f := newLargest(t)
@@ -118,8 +118,8 @@ func TestChangedOfTheLargestVolume(t *testing.T) {
 	}
 }
 
-// TestDetachOfTheLargestVolume: an engine that ends takes all intents of 64 TiB away, on all members, and leaves their
-// ends clean.
+// TestDetachOfTheLargestVolume: the end of an engine clears all intents of 64 TiB, on all members, and is clean on all
+// members.
 func TestDetachOfTheLargestVolume(t *testing.T) {
 	suite.Slow(t)
 	fars := []*far{newLargest(t), newLargest(t)}
@@ -164,8 +164,8 @@ func TestDetachOfTheLargestVolume(t *testing.T) {
 	}
 }
 
-// TestFrameThatIsTooLarge: a call that does not fit, as the other side's version knows no sets, is refused with an
-// error that says so. The connection stays, with the sessions that share it.
+// TestFrameThatIsTooLarge: a call does not fit into a frame, because the other side's version knows no sets. The call
+// fails with an error that gives the cause. The connection stays, with all its sessions.
 func TestFrameThatIsTooLarge(t *testing.T) {
 	suite.Slow(t)
 	f, o := newLargest(t), newScripted(t, 2, nil)
@@ -178,7 +178,7 @@ func TestFrameThatIsTooLarge(t *testing.T) {
 	t.Cleanup(d.Close)
 	loop := startLoop(t)
 	var all []*Member
-	for range 2 * laneCount { // two have one connection
+	for range 2 * laneCount { // two members per connection
 		m := d.Member(Options{Node: "old", Replica: "r", Volume: "v", Loop: loop})
 		adoptAs(t, m, 1, 1, "other")
 		all = append(all, m)
@@ -199,7 +199,7 @@ func TestFrameThatIsTooLarge(t *testing.T) {
 		t.Errorf("the connection broke: %v", c.cause())
 	}
 
-	// And an answer, for who asks for a list.
+	// The same for an answer with a list.
 	m = member(t, d, f, loop, nil)
 	adoptAs(t, m, 1, 1, "other")
 	if err := m.Intend(t.Context(), everyRegion(1)); err != nil {

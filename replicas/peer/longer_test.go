@@ -8,9 +8,9 @@ import (
 	"drover.io/drover/block"
 )
 
-// TestLongerReplicaJoins: a volume was expanded and written to its new end while one replica was away. The user salvages
-// the volume with this replica, which is shorter. The former member joins, and is longer than the volume. Then the
-// volume is expanded: both members hold the same at the new end.
+// TestLongerReplicaJoins: a user expands a volume, and a guest writes to the new end, while one replica is away. The
+// user salvages the volume with the shorter replica. The former member joins, and is longer than the volume. Then the
+// user expands the volume: both members hold the same at the new end.
 func TestLongerReplicaJoins(t *testing.T) {
 	const size = int64(1) << 20
 	c := newCluster(t, size, 1, true)

@@ -5,8 +5,8 @@ import (
 	"testing"
 )
 
-// TestCallsThatCommitLayers: the node of a replica looks for merges and reports snapshots after these calls. A prepared
-// cut is none of them: the stack stays as it was until do-cut, and a merge cannot begin before the cut ends.
+// TestCallsThatCommitLayers: after these calls the node of a replica looks for merges and reports snapshots. A prepared
+// cut does not count: the stack does not change until do-cut, and a merge cannot begin before the cut ends.
 func TestCallsThatCommitLayers(t *testing.T) {
 	var commit []string
 	for name, m := range methods {

@@ -52,7 +52,7 @@ func startLoop(t testing.TB) *uring.Loop {
 	return l
 }
 
-// proxy stands between two nodes and does what networks do.
+// proxy stands between two nodes and acts like a faulty network.
 type proxy struct {
 	t    testing.TB
 	ln   net.Listener
@@ -152,7 +152,7 @@ type far struct {
 	uid    string
 	volume string
 	loop   *uring.Loop
-	addr   atomic.Pointer[string] // another one with every start: others may take one that is given up
+	addr   atomic.Pointer[string] // another address after every start: another process may take a free address
 	o      ServerOptions
 	s      *Server
 	ln     net.Listener
@@ -168,7 +168,7 @@ func newFar(t testing.TB, size int64, change func(*ServerOptions)) *far {
 	return newFarOn(t, disk, size, change)
 }
 
-// newFarOn is newFar with a disk, which it closes in the end.
+// newFarOn is newFar with a disk. The end of the test closes the disk.
 func newFarOn(t testing.TB, disk *stack.Disk, size int64, change func(*ServerOptions)) *far {
 	t.Helper()
 	f := &far{t: t, disk: disk, uid: string(api.NewUID()), volume: string(api.NewUID()), loop: startLoop(t)}
@@ -200,7 +200,7 @@ func newFarOn(t testing.TB, disk *stack.Disk, size int64, change func(*ServerOpt
 	return f
 }
 
-// within returns what comes from a channel; what does not come ends the test under its name.
+// within returns a value from a channel; a missing value ends the test.
 func within[T any](t testing.TB, what string, from <-chan T) T {
 	t.Helper()
 	late := time.NewTimer(10 * time.Minute)
@@ -251,7 +251,7 @@ func newDialer(t testing.TB, addr func() string) *Dialer {
 	return d
 }
 
-// guest keeps requests in flight on a member and knows what must come back. Blocks are apart while they are in flight.
+// guest keeps requests in flight on a member and checks the answers. Requests in flight share no blocks.
 type guest struct {
 	t     testing.TB
 	m     block.Submitter
@@ -262,9 +262,9 @@ type guest struct {
 	left  int
 	depth int
 	done  chan struct{}
-	fail  func(r *block.Request) // what to do about an error
+	fail  func(r *block.Request) // handles an error
 	worst time.Duration
-	ended atomic.Int64 // requests that were answered
+	ended atomic.Int64 // answered requests
 }
 
 func (g *guest) run(n, depth int) {
@@ -365,7 +365,7 @@ func adoptAs(t testing.TB, m *Member, epoch, inc int64, members ...string) {
 	}
 }
 
-// TestWork has a guest work over TLS, and compares what is on the other disk in the end.
+// TestWork has a guest work over TLS, and compares the content of the other disk in the end.
 func TestWork(t *testing.T) {
 	both, err := wire.NewAuthority()
 	if err != nil {
@@ -461,7 +461,7 @@ func compare(t *testing.T, f *far, model, digests []byte) {
 	_ = digests
 }
 
-// TestCuts breaks the connections, and restarts the other process, while a guest works: it notices nothing.
+// TestCuts breaks the connections, and restarts the other process, while a guest works: the guest notices nothing.
 func TestCuts(t *testing.T) {
 	suite.Slow(t)
 	f := newFar(t, testSize, nil)
@@ -483,7 +483,7 @@ func TestCuts(t *testing.T) {
 			case <-tick.C:
 			}
 			now := g.ended.Load()
-			if now == before { // a busy machine connects more slowly than it is cut off
+			if now == before { // a busy machine connects more slowly than the test cuts
 				continue
 			}
 			before = now
@@ -503,7 +503,7 @@ func TestCuts(t *testing.T) {
 	close(stop)
 	within(t, "end of what was begun", done)
 	p.flip.Store(0)
-	if _, err := m.Intents(t.Context()); err != nil { // it is connected again: only then its end can be clean
+	if _, err := m.Intents(t.Context()); err != nil { // connected again: only then the end can be clean
 		t.Fatal(err)
 	}
 	if err := m.Close(); err != nil {
@@ -513,7 +513,7 @@ func TestCuts(t *testing.T) {
 	t.Logf("the longest request took %v", g.worst)
 }
 
-// FuzzFrames gives a server and the parser what comes.
+// FuzzFrames gives the parser any bytes.
 func FuzzFrames(f *testing.F) {
 	var hb [headerSize]byte
 	for k := kindHello; k < kindEnd; k++ {
@@ -552,7 +552,7 @@ func TestMain(m *testing.M) {
 
 func at(addr string) func() string { return func() string { return addr } }
 
-// TestErrorsTravel: what callers look for in an error of a replica is in it on the other node, too.
+// TestErrorsTravel: an error of a replica has the same identity and kind on the other node.
 func TestErrorsTravel(t *testing.T) {
 	for _, want := range []error{ErrRestarted, errSession, stack.ErrFailed, ErrAbandoned} {
 		b, err := json.Marshal(faultOf(fmt.Errorf("replica r: %w", want)))

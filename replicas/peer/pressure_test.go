@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/block"
 )
 
-// TestCreditHoldsBack: a server that takes requests and answers none gets no more bytes than the credit that it gave,
-// whatever the engine asks for; each answer lets one more through.
+// TestCreditHoldsBack: a server takes requests and answers none. The engine sends no more bytes than the server's
+// credit, for any number of requests; each answer lets another request through.
 func TestCreditHoldsBack(t *testing.T) {
 	const size = 256 << 10
 	const credit, all = maxPayload / size, 64 // requests
@@ -101,5 +101,5 @@ func TestCreditHoldsBack(t *testing.T) {
 		}
 	}
 	_ = nc.Close()
-	_ = m.Close() // nobody is there any more
+	_ = m.Close() // the connection has ended
 }

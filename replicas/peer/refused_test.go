@@ -55,8 +55,8 @@ func TestRefusedSessionIsEnded(t *testing.T) {
 	}
 }
 
-// TestSessionThatOpensLateIsEnded: the engine gives a probe up while the server opens the replica. The server closes the
-// replica when it is open.
+// TestSessionThatOpensLateIsEnded: the engine gives a probe up while the server opens the replica. The server closes
+// the replica after the open.
 func TestSessionThatOpensLateIsEnded(t *testing.T) {
 	goOn, opened := make(chan struct{}), make(chan struct{})
 	f := newFar(t, testSize, func(o *ServerOptions) {

@@ -8,7 +8,8 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestRelease has the other node take its replica back while an engine uses it: the engine gets it again later.
+// TestRelease: the other node takes its replica back while an engine uses the replica. The engine gets the replica
+// again later.
 func TestRelease(t *testing.T) {
 	suite.Slow(t)
 	f := newFar(t, testSize, nil)
@@ -29,7 +30,7 @@ func TestRelease(t *testing.T) {
 			case <-tick.C:
 			}
 			now := g.ended.Load()
-			if now == before { // a busy machine opens it more slowly than it is taken back
+			if now == before { // a busy machine opens the replica more slowly than the test releases
 				continue
 			}
 			before = now
@@ -41,14 +42,14 @@ func TestRelease(t *testing.T) {
 	g.run(3000, 16)
 	close(stop)
 	within(t, "end of what was begun", done)
-	g.run(1, 1) // it was released last, perhaps: its session must be there to be ended
+	g.run(1, 1) // the last release may have ended the session: Close needs a session
 	if err := m.Close(); err != nil {
 		t.Error(err)
 	}
 	compare(t, f, g.model, nil)
 }
 
-// TestLinger closes a replica that nobody comes back for.
+// TestLinger: the server closes a replica if no engine comes back.
 func TestLinger(t *testing.T) {
 	f := newFar(t, testSize, nil)
 	p := newProxy(t, f.at)

@@ -26,7 +26,7 @@ func (p panicking) Call(ctx context.Context, name string, args []byte) ([]byte, 
 	return p.Replica.Call(ctx, name, args)
 }
 
-// logged is a log that tests read.
+// logged is a log for tests.
 type logged struct {
 	mu  sync.Mutex
 	buf bytes.Buffer
@@ -38,8 +38,8 @@ func (l *logged) Write(p []byte) (int, error) {
 	return l.buf.Write(p)
 }
 
-// TestPanicEndsItsSessionAlone: a call that panics is answered with an error, as is all that comes for its session
-// later. Other sessions of the connection go on, and the replica is opened again.
+// TestPanicEndsItsSessionAlone: a call that panics gets an error, and so do all later requests of the same session.
+// Other sessions of the connection continue, and the server opens the replica again.
 func TestPanicEndsItsSessionAlone(t *testing.T) {
 	var log logged
 	f := newFar(t, 64<<20, nil)
@@ -115,8 +115,8 @@ func TestPanicEndsItsSessionAlone(t *testing.T) {
 	}
 }
 
-// TestEngineComesBackAfterAPanic: an engine whose session ended by a panic has the replica again as soon as it adopts
-// it, and what it wrote before.
+// TestEngineComesBackAfterAPanic: an engine loses its session by a panic, and adopts the replica again. The replica has
+// the engine's former writes.
 func TestEngineComesBackAfterAPanic(t *testing.T) {
 	f := newFar(t, 64<<20, nil)
 	f.stop()
@@ -157,7 +157,7 @@ func TestEngineComesBackAfterAPanic(t *testing.T) {
 	}
 }
 
-// open opens a session, and returns the error that is the answer.
+// open opens a session, and returns the error in the answer.
 func (g *greedy) open(session uint32, replica string) error {
 	g.t.Helper()
 	g.say(header{kind: kindOpen, session: session, id: uint64(session)}, openRequest{replica, "prompt"})
@@ -182,8 +182,8 @@ func (g *greedy) answer() error {
 	return decodeFault(b)
 }
 
-// TestSessionsAreBounded: a connection opens no more sessions than an engine needs. Of one replica the old ones go, but
-// the one that is served stays.
+// TestSessionsAreBounded: a connection opens no more sessions than an engine needs. New sessions of a replica end old
+// sessions, but not the served session.
 func TestSessionsAreBounded(t *testing.T) {
 	f := newFar(t, testSize, nil)
 	f.stop()
@@ -247,7 +247,7 @@ func TestSessionsAreBounded(t *testing.T) {
 	}
 }
 
-// errorsOf are the errors in the next answers, by the ids of what was asked.
+// errorsOf are the errors in the next answers, by the ids of the requests.
 func errorsOf(g *greedy, n int) []error {
 	g.t.Helper()
 	list := make([]error, n)
@@ -293,7 +293,8 @@ func TestCloseOfAnEndedSessionKeepsTheConnection(t *testing.T) {
 	}
 }
 
-// TestNodeLeavesSessionsToOthers: a node opens as many sessions as it can, on several connections: others begin theirs.
+// TestNodeLeavesSessionsToOthers: a node opens as many sessions as possible, on several connections. Other nodes can
+// still begin sessions.
 func TestNodeLeavesSessionsToOthers(t *testing.T) {
 	f := newFar(t, testSize, nil)
 	f.stop()

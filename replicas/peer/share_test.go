@@ -18,8 +18,8 @@ type hung struct {
 
 func (h hung) Submit(r *block.Request) { h.kept <- r }
 
-// TestBesideAHungLastReplica: a replica that is waited for, whatever it takes, has all credit of a connection. Another
-// one behind that connection is served all the same, and adopted.
+// TestBesideAHungLastReplica: a replica without a stall timeout hangs, and has all credit of a connection. The server
+// still serves and adopts another replica on the same connection.
 func TestBesideAHungLastReplica(t *testing.T) {
 	const size = 1 << 20
 	f := newFar(t, testSize, nil)
@@ -54,7 +54,7 @@ func TestBesideAHungLastReplica(t *testing.T) {
 		submit(a, block.OpWrite, size)
 	}
 	var kept []*block.Request
-	defer func() { // the disk goes on
+	defer func() { // the disk continues
 		answered := make(chan struct{})
 		go func() { asked.Wait(); close(answered) }()
 		for {
@@ -98,7 +98,7 @@ func TestBesideAHungLastReplica(t *testing.T) {
 	}
 }
 
-// TestPassedOver: what a session asks for is sent in its order, and while it waits for credit others go on.
+// TestPassedOver: a session's requests are sent in order, and other sessions pass a session that waits for credit.
 func TestPassedOver(t *testing.T) {
 	const mib = 1 << 20
 	c := &conn{credit: 4 * mib, table: map[uint64]*slot{}, shares: map[uint32]int64{}}

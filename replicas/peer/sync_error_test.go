@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/replicas/engine"
 )
 
-// failSyncs makes every sync of an open file fail from now on: the descriptors lead to a device that has no sync.
+// failSyncs makes every sync of an open file fail from now on: the descriptors lead to a device without syncs.
 func failSyncs(t *testing.T, name string) {
 	t.Helper()
 	null, err := os.Open(os.DevNull)
@@ -44,7 +44,7 @@ func failSyncs(t *testing.T, name string) {
 }
 
 // TestSnapshotWithoutItsDataIsNotTold: the disk has the record of a cut, and the sync of the layer's data fails. The
-// replica fails, and does not tell the snapshot: the API would report it ready.
+// replica fails, and does not report the snapshot. Else the API would report the snapshot as ready.
 func TestSnapshotWithoutItsDataIsNotTold(t *testing.T) {
 	ctx := context.Background()
 	c := newCluster(t, testSize, 0, true)

@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/block/wire"
 )
 
-// asker is a client that makes every request it likes, by the certificate of a node.
+// asker is a client that makes any request, with the certificate of a node.
 type asker struct {
 	t  *testing.T
 	nc net.Conn
@@ -39,7 +39,7 @@ func newAsker(t *testing.T, f *far, id *wire.Identity) *asker {
 	return a
 }
 
-// ask makes a request with JSON and returns the error in its answer.
+// ask makes a request with JSON and returns the error in the answer.
 func (a *asker) ask(k kind, with any) error {
 	b, err := json.Marshal(with)
 	if err != nil {
@@ -70,8 +70,9 @@ func (a *asker) send(h header, payload []byte) error {
 	return decodeFault(b)
 }
 
-// TestThirdNodeGetsNothing: with the certificate of a node that the API does not name nobody is adopted, reads, writes,
-// or makes any call, and the engine's session goes on. One that the API does not name at all does not even open.
+// TestThirdNodeGetsNothing: the API does not name a third node as the engine's node. The third node is not adopted,
+// cannot read, write or make any call, and the engine's session continues. A node without any role in the API cannot
+// even open.
 func TestThirdNodeGetsNothing(t *testing.T) {
 	both, err := wire.NewAuthority()
 	if err != nil {

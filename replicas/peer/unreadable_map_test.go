@@ -14,8 +14,9 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestUnreadableMapDropsItsMember: a member that cannot read a page of a layer's map, which its index does not have in
-// memory, is dropped like a member with a failing disk, by a read and by a write. The guest sees no error.
+// TestUnreadableMapDropsItsMember: a member cannot read a page of a layer's map, which is not in the index's memory.
+// The engine drops the member, like a member with a failing disk, after a read and after a write. The guest sees no
+// error.
 func TestUnreadableMapDropsItsMember(t *testing.T) {
 	for _, op := range []block.Op{block.OpRead, block.OpWrite} {
 		ctx, loop := context.Background(), startLoop(t)

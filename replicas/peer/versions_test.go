@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// scripted is a node whose process speaks some version of the protocol, and answers what it was told.
+// scripted is a node with a process of some version of the protocol, and with the test's answers.
 type scripted struct {
 	t       *testing.T
 	version int
@@ -96,7 +96,7 @@ func (n *scripted) serve(nc net.Conn) {
 	}
 }
 
-// TestOldServer: a process that speaks version 1 or 2 gets regions as lists, and what it answers is understood.
+// TestOldServer: a process of version 1 or 2 gets regions as lists, and the engine understands the process's answers.
 func TestOldServer(t *testing.T) {
 	for version := 1; version < setsSince; version++ {
 		o := newScripted(t, version, map[string]string{
@@ -126,7 +126,7 @@ func TestOldServer(t *testing.T) {
 	}
 }
 
-// TestOldClient: calls of an engine that speaks version 2 mean what they did, and the answers are as it knows them.
+// TestOldClient: calls of an engine of version 2 keep their meaning, and the answers keep their form.
 func TestOldClient(t *testing.T) {
 	f := newFar(t, 1<<30, nil)
 	m := member(t, newDialer(t, f.at), f, startLoop(t), nil)
@@ -141,7 +141,7 @@ func TestOldClient(t *testing.T) {
 	}
 	noted := func(want ...int64) {
 		t.Helper()
-		var is stack.Intents // as it was in those versions
+		var is stack.Intents // as in these versions
 		if err := json.Unmarshal(call("intents\n{}"), &is); err != nil || !slices.Equal(is.Regions, want) {
 			t.Errorf("intents: %v, not %v: %v", is.Regions, want, err)
 		}
@@ -167,7 +167,7 @@ func TestOldClient(t *testing.T) {
 	}
 }
 
-// TestRegionSets: a set holds what was put in, whichever form is shorter, and never takes more than a frame has.
+// TestRegionSets: a set holds exactly the given regions, in the shorter form, and is never larger than a frame.
 func TestRegionSets(t *testing.T) {
 	for _, list := range [][]int64{nil, {0}, {maxRegions - 1}, {5, 3, 4, 3, 9}, {0, maxRegions - 1}, everyRegion(1),
 		everyRegion(2), everyRegion(3), everyRegion(100), everyRegion(4000), everyRegion(2)[100:300]} {

@@ -22,12 +22,12 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// record is the volume's, changed by compare-and-swap.
+// record is the volume's record in the API, changed by compare-and-swap.
 type record struct {
 	mu      sync.Mutex
 	epoch   int64
 	members []string
-	away    bool // it cannot be reached
+	away    bool // unreachable
 }
 
 func (r *record) swap(epoch int64, change func()) error {
@@ -50,7 +50,7 @@ func (r *record) state() (int64, []string) {
 	return r.epoch, slices.Clone(r.members)
 }
 
-// cluster is a volume with a replica here and others elsewhere.
+// cluster is a volume with a local replica and remote replicas.
 type cluster struct {
 	t     *testing.T
 	size  int64
@@ -63,13 +63,13 @@ type cluster struct {
 	proxy []*proxy
 	e     *engine.Engine
 	inc   int64
-	// members of the engine, as it has them.
+	// members of the engine, as at the open.
 	members []engine.Named
 	watch   *engine.Watch
 	stalls  stalls
 	serving atomic.Pointer[engine.Engine] // the last engine
 	alone   bool                          // the next engine has one member, and notes no intents
-	// reported is what the API says of a snapshot; nil: it is not asked.
+	// reported answers whether the API reported a snapshot; nil: the engine does not ask.
 	reported func(context.Context, stack.Snapshot) (bool, error)
 }
 
@@ -174,7 +174,7 @@ func (c *cluster) attach() error {
 	return nil
 }
 
-// back has a replica that is away join again.
+// back has a dropped replica join again.
 func (c *cluster) back(uid string) (engine.Progress, error) {
 	m := c.member(uid)
 	p, err := c.e.Join(context.Background(), m, engine.JoinOptions{})
@@ -184,7 +184,7 @@ func (c *cluster) back(uid string) (engine.Progress, error) {
 	return p, err
 }
 
-// content reads a whole replica, which nobody may have open.
+// content reads a whole, closed replica.
 func (c *cluster) content(uid string) []byte {
 	disk := c.disk
 	for _, f := range c.far {
@@ -221,7 +221,7 @@ func (c *cluster) equal(model []byte) {
 	}
 }
 
-// TestReturn has a replica go and come back: what was written meanwhile travels, and little more.
+// TestReturn has a replica go and come back: the join copies the writes in between, and little more.
 func TestReturn(t *testing.T) {
 	suite.Slow(t)
 	const size = int64(256) << 20
@@ -249,7 +249,7 @@ func TestReturn(t *testing.T) {
 	f.stop()
 	c.proxy[0].cut()
 	c.drop(f.uid)
-	for range size / 100 / block.Size { // one in a hundred
+	for range size / 100 / block.Size { // one block in a hundred
 		write(rng.Int64N(size/block.Size)*block.Size, block.Size)
 	}
 	f.start()
@@ -278,8 +278,8 @@ func TestReturn(t *testing.T) {
 	c.equal(model)
 }
 
-// faults has at random replicas hang, die, be cut off and come back, the engine die and the API go away, while a guest
-// works that knows what it wrote.
+// faults has replicas hang, die, be cut off and come back at random, and the API go away, while a guest with a model
+// works.
 func faults(t *testing.T, seed uint64, others int, local bool, rounds int) {
 	const size = 32 << 20 // two regions
 	c := newCluster(t, size, others, local)
@@ -302,17 +302,17 @@ func faults(t *testing.T, seed uint64, others int, local bool, rounds int) {
 			switch what {
 			case 0:
 				c.proxy[k].cut()
-			case 1: // its process is killed and comes again at once
+			case 1: // the process is killed and restarts at once
 				c.far[k].stop()
 				c.proxy[k].cut()
 				c.far[k].start()
-			case 2: // it stays away for longer than it is waited for
+			case 2: // the replica stays away for longer than the stall timeout
 				c.far[k].stop()
 				c.proxy[k].cut()
 				timer.Reset(time.Second)
 				<-timer.C
 				c.far[k].start()
-			case 3: // it hangs, and wakes up late
+			case 3: // the replica hangs, and continues late
 				c.proxy[k].freeze(true)
 				timer.Reset(900 * time.Millisecond)
 				<-timer.C
@@ -371,7 +371,7 @@ func faults(t *testing.T, seed uint64, others int, local bool, rounds int) {
 	}
 }
 
-// TestFaults runs a few random schedules; DROVER_FAULTS says how many, DROVER_SEED which one alone.
+// TestFaults runs a few random schedules; DROVER_FAULTS sets the number, DROVER_SEED selects a single schedule.
 func TestFaults(t *testing.T) {
 	for seed := range suite.Seeds(t, suite.Count(t, "DROVER_FAULTS", 2, 50)) {
 		shape := []struct {
@@ -412,7 +412,7 @@ func TestIOWaitsUntilAReplicaIsBack(t *testing.T) {
 	select {
 	case <-done:
 	case <-timer.C:
-		t.Error("I/O does not go on with a replica") // it waits for the other one, perhaps
+		t.Error("I/O does not go on with a replica") // perhaps waits for the other replica
 	}
 	c.far[0].start()
 	within(t, "end of what was begun", done)
@@ -422,7 +422,7 @@ func TestIOWaitsUntilAReplicaIsBack(t *testing.T) {
 	c.equal(g.model)
 }
 
-// TestUnclean ends an engine in the middle of its work: the next one makes the members equal before it serves.
+// TestUnclean ends an engine in the middle of its work: the next engine resyncs the members before it serves.
 func TestUnclean(t *testing.T) {
 	c := newCluster(t, testSize, 2, true)
 	if err := c.attach(); err != nil {
@@ -431,7 +431,7 @@ func TestUnclean(t *testing.T) {
 	g := &guest{t: t, m: c.e, loop: c.loop, rng: rand.New(rand.NewPCG(6, 6)), model: make([]byte, testSize)}
 	g.run(500, 16)
 	old := c.e
-	// One member gets a write that the others do not, as if the engine had died in between.
+	// One member gets a write that the other members lack, as if the engine had died in between.
 	_, members := c.rec.state()
 	if err := old.Close(); err != nil {
 		t.Fatal(err)
@@ -461,8 +461,8 @@ func TestUnclean(t *testing.T) {
 	c.equal(one)
 }
 
-// TestGoneForLong: I/O that waits for replicas that are all gone fails after a time, where the user wants that, and so
-// does what comes, until one of them is back.
+// TestGoneForLong: while all replicas are gone, waiting I/O fails after a time, if the user wants so. Later I/O fails,
+// too, until a replica is back.
 func TestGoneForLong(t *testing.T) {
 	suite.Slow(t)
 	c := newCluster(t, testSize, 2, false)
@@ -478,7 +478,7 @@ func TestGoneForLong(t *testing.T) {
 	}
 	c.far[1].stop()
 	c.proxy[1].cut()
-	c.drop(c.far[1].uid) // one after the other: the last one is waited for
+	c.drop(c.far[1].uid) // one after the other: the last member has no stall timeout
 	if err := write(); err != nil {
 		t.Fatal(err)
 	}
@@ -531,8 +531,8 @@ func TestGoneForLong(t *testing.T) {
 	}
 }
 
-// TestBothGone: both replicas fail the same writes at once, so that nobody is left to say which of them is to be dropped.
-// That bounds how long I/O waits as well.
+// TestBothGone: both replicas fail the same writes at once, so no member can vouch for a drop. The time limit of
+// waiting I/O holds here, too.
 func TestBothGone(t *testing.T) {
 	suite.Slow(t)
 	c := newCluster(t, testSize, 2, false)
@@ -551,7 +551,7 @@ func TestBothGone(t *testing.T) {
 	}
 	c.stalls.set(2*time.Second, 10*time.Second)
 	for _, p := range c.proxy {
-		p.freeze(true) // the write is sent to both, and answered by none
+		p.freeze(true) // both replicas get the write, and do not answer
 	}
 	failed := make(chan error, 1)
 	go func() { failed <- write(2) }()

@@ -14,9 +14,10 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestMemberThatWentBackInTimeIsRebuilt puts the files of a member back to what they were before a snapshot, as a restored
-// or lying disk has them. The next engine must not take the snapshot, which was reported, out of the other member, nor copy
-// from the one that went back; that one is dropped, and rebuilt wherever it is old, although its intents tell nothing.
+// TestMemberThatWentBackInTimeIsRebuilt puts the files of a member back to the state before a snapshot, like a restored
+// or lying disk. The next engine must not delete the reported snapshot from the other member, nor copy from the old
+// member. The engine drops the old member, and the rebuild copies every old region, although no intent names the
+// regions.
 func TestMemberThatWentBackInTimeIsRebuilt(t *testing.T) {
 	ctx := context.Background()
 	const size = int64(64) << 20
@@ -64,7 +65,7 @@ func TestMemberThatWentBackInTimeIsRebuilt(t *testing.T) {
 		}
 		attach()
 		write(32<<20, 2)
-		detach() // and no intent tells of it any more
+		detach() // and no intent names this write any more
 		attach()
 		s := stack.Snapshot{UID: string(api.NewUID()), Name: "s", Created: time.Now().UTC()}
 		if err := c.e.Cut(ctx, s); err != nil {
@@ -72,7 +73,7 @@ func TestMemberThatWentBackInTimeIsRebuilt(t *testing.T) {
 		}
 		write(48<<20, 3)
 		epoch, _ := c.rec.state()
-		c.e.SetWhole(epoch, false) // the intent of this one stays, as after an unclean end
+		c.e.SetWhole(epoch, false) // the last write's intent stays, as after an unclean end
 		detach()
 		if err := os.RemoveAll(folder); err != nil {
 			t.Fatal(err)

@@ -10,10 +10,10 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// callFixture is one call of a member: what the server answers, and what the caller gets of that.
+// callFixture is one call of a member, with the server's answer and the caller's result.
 type callFixture struct {
 	name   string
-	answer any // bytes as they are, everything else as JSON
+	answer any // bytes stay as given, all else becomes JSON
 	call   func(ctx context.Context, m *Member) (any, error)
 	result any
 }
@@ -35,19 +35,19 @@ var (
 	fixDigests = bytes.Repeat([]byte("0123456789abcdef"), 2)
 )
 
-// done is of a call that answers nothing.
+// done is a call without an answer.
 func done(call func(ctx context.Context, m *Member) error) func(context.Context, *Member) (any, error) {
 	return func(ctx context.Context, m *Member) (any, error) { return nil, call(ctx, m) }
 }
 
-// calls are all that a member of a version of the protocol can ask for.
+// calls are all calls of a version of the protocol.
 func calls(version int) []callFixture {
 	list := firstCalls()
 	if version < setsSince {
 		return list
 	}
-	// Regions of these calls are runs; in firstCalls a bitmap is shorter. The record of a replica has fields that programs
-	// of version 2 did not have.
+	// Regions of these calls are runs; in firstCalls a bitmap is shorter. The record of a replica has fields that
+	// programs of version 2 did not have.
 	runs := fixIntents
 	runs.Regions = []int64{1, 2, 3}
 	meta := fixMeta
@@ -70,7 +70,7 @@ func intentsFixture(t stack.Intents) callFixture {
 	return callFixture{"intents", answer, func(ctx context.Context, m *Member) (any, error) { return m.Intents(ctx) }, t}
 }
 
-// firstCalls are the calls that every version has.
+// firstCalls are the calls of every version.
 func firstCalls() []callFixture {
 	sizes := map[string]stack.LayerSize{"snapshot": {Size: 64 << 20, Used: 4096, Root: "c0ffee"}, "younger": {Size: 64 << 20}}
 	broken := []stack.Broken{{Layer: "layer-1", Off: 2 << 20, Len: 2 << 20, Snap: "snapshot"},

@@ -28,16 +28,16 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// testdata/protocol-1, -2, ... hold all that a member and a server of that version of the protocol say to each other, one
+// testdata/protocol-1, -2, ... hold the whole conversation of a member and a server of one version of the protocol, one
 // frame a line. Nodes of different versions speak with each other during an upgrade, so the file of a version never
-// changes: the next version of the protocol gets a file of its own, written by
+// changes: the next version of the protocol gets a new file, written by
 //
 //	DROVER_WRITE_FIXTURES=1 go test -run TestPeersSpeak ./replicas/peer
 //
-// which writes the files that do not exist yet.
+// The command writes only missing files.
 
-// TestPeersSpeakAsBefore has a member and a server talk through somebody who writes down every frame. Both sides check
-// the values that they get, so that a transcript which is the old one says that they read old frames too.
+// TestPeersSpeakAsBefore has a clerk write down every frame between a member and a server. Both sides check the
+// received values, so an unchanged transcript proves that both sides read old frames, too.
 func TestPeersSpeakAsBefore(t *testing.T) {
 	for version := minVersion; version <= Version; version++ {
 		t.Run(fmt.Sprintf("protocol %d", version), func(t *testing.T) {
@@ -67,17 +67,17 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// wording is that of errors that a code names: it is for people, and may change.
+// wording matches the message of an error with a code: the message is for people, and may change.
 var wording = regexp.MustCompile(`"message":"[^"]*","code"`)
 
-// clerk is between the two, and has them agree on a version.
+// clerk stands between a member and a server, and has both agree on a version.
 type clerk struct {
 	version int
 	mu      sync.Mutex
 	lines   []string
 }
 
-// copy passes frames on; who is said first in each line.
+// copy passes frames on; each line begins with who, the sender.
 func (c *clerk) copy(who string, to io.Writer, from io.Reader) {
 	var head [headerSize]byte
 	for {
@@ -95,7 +95,7 @@ func (c *clerk) copy(who string, to io.Writer, from io.Reader) {
 			binary.LittleEndian.PutUint32(head[36:], crc32.Checksum(payload, castagnoli))
 			binary.LittleEndian.PutUint32(head[44:], crc32.Checksum(head[:44], castagnoli))
 		}
-		if kind(head[0]) != kindPing { // when it comes is chance
+		if kind(head[0]) != kindPing { // pings come by chance
 			c.mu.Lock()
 			c.lines = append(c.lines, who+" "+transcribe(head, payload))
 			c.mu.Unlock()
@@ -106,8 +106,8 @@ func (c *clerk) copy(who string, to io.Writer, from io.Reader) {
 	}
 }
 
-// transcribe is a frame as a line. The meaning of JSON counts, not its bytes: then size and sums of the frame are left
-// out.
+// transcribe is a frame as a line. Only the meaning of JSON counts, not the bytes: the line of a frame with JSON has no
+// size and sums.
 func transcribe(head [headerSize]byte, payload []byte) string {
 	payload = wording.ReplaceAll(payload, []byte(`"message":"WORDS","code"`))
 	name, text, is := bytes.Cut(payload, []byte("\n"))
@@ -120,11 +120,11 @@ func transcribe(head [headerSize]byte, payload []byte) string {
 	if len(text) == 0 || numbers.Decode(&v) != nil {
 		return fmt.Sprintf("%x %s", head, spell(payload))
 	}
-	out, _ := json.Marshal(without(v)) // it came from JSON
+	out, _ := json.Marshal(without(v)) // decoded JSON can be encoded
 	return fmt.Sprintf("%x %s %s", head[:32], name, out)
 }
 
-// without takes out of JSON what says no more than that it is missing: null, and empty text.
+// without removes null and empty text from JSON: both mean a missing value.
 func without(v any) any {
 	switch v := v.(type) {
 	case map[string]any:
@@ -141,7 +141,7 @@ func without(v any) any {
 	return v
 }
 
-// spell writes bytes so that people can read them: text quoted, eight bytes that repeat once, with how often.
+// spell writes bytes for people: text quoted, eight repeated bytes once, with the count.
 func spell(b []byte) string {
 	var out []string
 	var text []byte
@@ -167,7 +167,7 @@ func spell(b []byte) string {
 	return strings.Join(out, " ")
 }
 
-// told is a replica that says what it is asked for.
+// told is a replica that records requests, and answers calls by want.
 type told struct {
 	t     *testing.T
 	want  func(name string, args []byte) (answer []byte, err error)
@@ -216,7 +216,7 @@ func (r *told) Call(_ context.Context, name string, args []byte) ([]byte, error)
 // pattern is content of blocks.
 func pattern(n int, v byte) []byte { return bytes.Repeat([]byte{v, 0, 0, 0, 0, 0, 0, 1}, n/8) }
 
-// converse returns what was said.
+// converse returns the conversation.
 func converse(t *testing.T, version int) string {
 	rep := &told{t: t}
 	s, err := NewServer(ServerOptions{Node: "two", Boot: "boot of two", Log: slog.New(slog.DiscardHandler),
@@ -264,7 +264,7 @@ func converse(t *testing.T, version int) string {
 	return strings.Join(c.lines, "\n") + "\n"
 }
 
-// talk has the member say all that it can.
+// talk has the member make all requests and calls.
 func talk(t *testing.T, m *Member, rep *told, version int) {
 	ctx := context.Background()
 	must(t, m.Adopt(ctx, 7, 3, []string{"replica-a", "replica-b"}))
@@ -307,7 +307,7 @@ func talk(t *testing.T, m *Member, rep *told, version int) {
 	}
 }
 
-// readLater reads a block that the replica does not have yet: a server tells a member of version 4, and asks the replica
+// readLater reads a block that the replica still lacks. The server tells a member of version 4, and asks the replica
 // again for an older member.
 func readLater(t *testing.T, m *Member, rep *told, version int) {
 	rep.mu.Lock()
@@ -370,7 +370,7 @@ func requests(t *testing.T, m *Member, rep *told, version int) {
 	}
 }
 
-// talkOfFaults has requests and calls fail in every way that the other side tells apart.
+// talkOfFaults has requests and calls fail in every way that the other side can tell apart.
 func talkOfFaults(t *testing.T, m *Member, rep *told, version int) {
 	ctx := context.Background()
 	for k := api.Other; k <= api.Denied; k++ {
