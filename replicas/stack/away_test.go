@@ -19,7 +19,8 @@ import (
 
 const awaySize = 8 << 20
 
-// ofTwo is a replica on two layers, lower and upper, that can be merged; the upper one's file is the target.
+// ofTwo creates and opens a replica on two layers, lower and upper, ready for a merge. The upper layer's file is the
+// target.
 func ofTwo(t *testing.T, d *Disk, l ring, e expect) (r *Replica, lower, upper string) {
 	t.Helper()
 	ctx := context.Background()
@@ -39,7 +40,7 @@ func ofTwo(t *testing.T, d *Disk, l ring, e expect) (r *Replica, lower, upper st
 	return r, lower, upper
 }
 
-// patient does something again while a process that is being started has a lock, too.
+// patient repeats do while do fails because of a lock. A starting process may hold a lock, too.
 func patient(t *testing.T, do func() error) {
 	t.Helper()
 	for end := time.Now().Add(5 * time.Minute); ; time.Sleep(time.Millisecond) {
@@ -54,7 +55,7 @@ func patient(t *testing.T, do func() error) {
 	}
 }
 
-// begun is a merge that nobody carries yet.
+// begun begins a merge and carries out no step.
 func begun(t *testing.T, r *Replica) (w *merger) {
 	t.Helper()
 	patient(t, func() (err error) { w, err = r.beginMerge(); return err })
@@ -64,7 +65,7 @@ func begun(t *testing.T, r *Replica) (w *merger) {
 	return w
 }
 
-// closed closes a replica, and waits until it can be opened.
+// closed closes a replica and waits until the owner file is unlocked.
 func closed(t *testing.T, d *Disk, r *Replica) {
 	t.Helper()
 	if err := r.Close(); err != nil {
@@ -79,7 +80,7 @@ func closed(t *testing.T, d *Disk, r *Replica) {
 	})
 }
 
-// mergeAndLeave merges all that can be, and has a failure leave the folders of what was merged.
+// mergeAndLeave merges both layers. Renames into the trash fail, so the folders of the merged layers stay.
 func mergeAndLeave(t *testing.T, d *Disk, f *tapped, r *Replica) {
 	t.Helper()
 	f.set(func(op, name string) (func(), error) {
@@ -122,7 +123,7 @@ func TestMergedLayerIsNotContinued(t *testing.T) {
 	if err := errors.Join(writer.Checkpoint(2<<20, []byte(`{}`)), writer.Leave()); err != nil {
 		t.Fatal(err)
 	}
-	keep := func() { // as a crash leaves it that comes right after the seal
+	keep := func() { // leaves a checkpoint, as a crash right after the seal does
 		t.Helper()
 		var rec layer.CheckpointRecord
 		err := format.ReadMeta(d.FS, d.Join(layer.Dir, half, layer.CheckpointFile), layer.FormatCheckpoint, &rec)
@@ -162,7 +163,8 @@ func TestMergedLayerIsNotContinued(t *testing.T) {
 	e.check(t, plain, l, r.meta.UID)
 }
 
-// A layer that is being merged, or was, is not repaired in place: its files are not its own any more.
+// TestRepairOfAMergedLayer: the disk repairs no layer in place during or after a merge of the layer, because the
+// layer's files belong to the merge's result.
 func TestRepairOfAMergedLayer(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -192,7 +194,7 @@ func TestRepairOfAMergedLayer(t *testing.T) {
 				if op != opOpen || name != data || ended {
 					return nil, nil
 				}
-				return func() { // it ends right after the file was opened, if it can
+				return func() { // the merge ends right after the repair opened the file, unless the layer lock is held
 					if locked, err := d.LockedNow(d.Join(layer.LockFile)); err != nil {
 						t.Error(err)
 					} else if !locked {
@@ -240,7 +242,8 @@ func TestRepairOfAMergedLayer(t *testing.T) {
 	}
 }
 
-// A merge whose replica was closed is still copying when the next opener would go on with it: that one waits its turn.
+// TestOneMergerAtATime: a merge still copies after its replica was closed. The replica's next opener cannot merge until
+// the first merge has ended.
 func TestOneMergerAtATime(t *testing.T) {
 	t.Parallel()
 	ctx, l := context.Background(), startLoop(t)
@@ -249,7 +252,7 @@ func TestOneMergerAtATime(t *testing.T) {
 	r, _, _ := ofTwo(t, d, l, e)
 	w := begun(t, r)
 	closed(t, d, r)
-	again, err := openOn(d.FS, d.Root) // as another process, or another Disk of this one
+	again, err := openOn(d.FS, d.Root) // as another process does, or another Disk of the same process
 	if err != nil {
 		t.Fatal(err)
 	}

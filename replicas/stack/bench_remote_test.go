@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// BenchmarkReadOfAnotherDisk reads 4 KiB of each chunk of a layer that another disk of the machine has: for the first
-// time, and again.
+// BenchmarkReadOfAnotherDisk reads 4 KiB of each chunk of a layer on another disk of the node, for the first time and
+// again.
 func BenchmarkReadOfAnotherDisk(b *testing.B) {
 	const size = 64 * chunkSize
 	ctx := context.Background()

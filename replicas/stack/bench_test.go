@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// keep has n requests in flight on the loop until total are done. Start begins the one with that tag; next is called on
+// keep runs total requests on the loop, at most depth at a time. start begins the request of a slot and calls next on
 // its completion.
 func keep(loop ring, depth, total int, start func(slot int, next func())) {
 	done := make(chan struct{})
@@ -41,7 +41,7 @@ func keep(loop ring, depth, total int, start func(slot int, next func())) {
 	<-done
 }
 
-// BenchmarkSubmit compares a replica with the plain file below it, on the same loop: 4 KiB at random.
+// BenchmarkSubmit compares a replica with the plain file below, on the same loop: 4 KiB at random offsets.
 func BenchmarkSubmit(b *testing.B) {
 	const size = int64(1) << 30
 	ctx := context.Background()
@@ -107,7 +107,7 @@ func BenchmarkSubmit(b *testing.B) {
 	}
 }
 
-// TestNoAllocationPerIO counts what the steady data path allocates, over a layer, reads and writes, whole and split.
+// TestNoAllocationPerIO counts the allocations of the steady data path: reads and writes over a layer, whole and split.
 func TestNoAllocationPerIO(t *testing.T) {
 	ctx := context.Background()
 	d, loop := newDisk(t), startLoop(t)
@@ -147,12 +147,12 @@ func TestNoAllocationPerIO(t *testing.T) {
 			r.Submit(q)
 		})
 	}
-	round(3000) // pools, pages
+	round(3000) // fills pools and loads pages
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
 	round(5000)
 	runtime.ReadMemStats(&after)
-	// The rounds themselves allocate a little, and so does the runtime.
+	// The rounds and the runtime allocate a little, too.
 	if n := after.Mallocs - before.Mallocs; n > 1000 {
 		t.Errorf("%d allocations in 5000 requests", n)
 	}

@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// The layers of snapshots beside the head, which a revert left there, are merged like those below it. Where one gets a
-// snapshot of its own, or a second branch stands on it, it stays.
+// TestMergeBesideTheHead: a revert leaves layers of snapshots beside the head, and merges join these layers like the
+// layers below the head. A layer with a snapshot, or below two branches, stays.
 func TestMergeBesideTheHead(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -46,18 +46,18 @@ func TestMergeBesideTheHead(t *testing.T) {
 	}
 	revert(first[2])
 	second := c.scribble(2)
-	revert(first[0]) // beside it: 1 and 2, and on these both 3, 4 and the second ones
+	revert(first[0]) // beside the head: layers 1 and 2, and on layer 2 both 3, 4 and the layers of second
 	c.mergeAll()
 	layers(7)
 	drop(first[1], first[3], second[0])
 	c.mergeAll()
-	layers(4) // 0; 1 and 2; 3 and 4; the second ones
+	layers(4) // 0; 1 and 2; 3 and 4; second
 	drop(first[2])
 	c.mergeAll()
-	layers(4) // two branches stand on it
+	layers(4) // two branches stand on layer 2
 	drop(first[4])
 	c.mergeAll()
-	layers(2) // 0; all that is below the last of the second ones
+	layers(2) // 0; all layers of second[1], merged
 	m, err := c.d.Stack(c.uid)
 	if err != nil || len(m.Branches) != 1 {
 		t.Fatalf("%+v, %v", m, err)
@@ -73,7 +73,7 @@ func TestMergeBesideTheHead(t *testing.T) {
 	layers(1)
 }
 
-// untilMerging is a context that ends when a merge of the replica is half-way.
+// untilMerging is a context which ends in the middle of a merge of the replica.
 type untilMerging struct {
 	context.Context
 	r *Replica
@@ -86,7 +86,8 @@ func (u untilMerging) Err() error {
 	return nil
 }
 
-// A merge beside the head that was interrupted goes on, and its layers go where their snapshot went meanwhile.
+// TestMergeBesideTheHeadIsInterrupted: an interrupted merge beside the head continues. The layers are removed if their
+// snapshot was deleted meanwhile.
 func TestMergeBesideTheHeadIsInterrupted(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -146,7 +147,7 @@ func TestMergeBesideTheHeadIsInterrupted(t *testing.T) {
 	}
 }
 
-// mergeBeside is a merge of layers that a revert left beside the head.
+// mergeBeside merges layers which a revert left beside the head.
 var mergeBeside = step{name: "merge beside the head", third: 2, setup: func(t *testing.T, d *Disk, i *ids) {
 	i.makeImage(t, d)
 	var layers []string

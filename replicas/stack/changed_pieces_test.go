@@ -9,8 +9,8 @@ import (
 	"drover.io/drover/block"
 )
 
-// TestChangedTakesOwnLayersOnly: a base with a layer of the disk that is not the replica's, and larger than it, is
-// refused, as are pieces that would be too many.
+// TestChangedTakesOwnLayersOnly: Changed refuses a base with a layer which the replica lacks, even a larger layer of
+// the disk. Changed also refuses invalid sizes of pieces.
 func TestChangedTakesOwnLayersOnly(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	d, e := newDisk(t), make(expect)
@@ -51,7 +51,7 @@ func TestChangedTakesOwnLayersOnly(t *testing.T) {
 	}
 }
 
-// TestPiecesEndWithTheVolume: what a map says beyond the end of the volume marks nothing.
+// TestPiecesEndWithTheVolume: a mark beyond the end of the volume has no effect.
 func TestPiecesEndWithTheVolume(t *testing.T) {
 	for _, size := range []int64{1 << 20, 3<<20 + blockSize, 64 << 20, api.MaxVolumeSize} {
 		const piece = 1 << 20

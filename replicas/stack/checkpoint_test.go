@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// chunks is content with chunks of data, chunks with zeros in them, and holes.
+// chunks makes content: chunks of data, chunks with some zeros, and holes.
 func chunks(rng *rand.Rand, n int) [][]byte {
 	all := make([][]byte, n)
 	for i := range all {
@@ -44,8 +44,8 @@ func writeChunks(t *testing.T, w block.LayerWriter, all [][]byte, from, to int) 
 	}
 }
 
-// TestCheckpointSurvivesPowerLoss: after a power loss at any moment the checkpoint exists, the writer continues from
-// it, and the layer is the same as without the power loss.
+// TestCheckpointSurvivesPowerLoss: the checkpoint exists after a power loss at any moment, and the writer continues
+// from there. The finished layer is the same as without the power loss.
 func TestCheckpointSurvivesPowerLoss(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -86,7 +86,7 @@ func TestCheckpointSurvivesPowerLoss(t *testing.T) {
 			}
 			kept = at
 		}
-		_ = w.(block.CheckpointWriter).Leave() // its lock goes with the process
+		_ = w.(block.CheckpointWriter).Leave() // a killed process releases the lock, too
 		d = p.crash(t, rng).disk(t)
 		if err := d.Collect(ctx, 0); err != nil {
 			t.Fatal(err)
@@ -174,7 +174,7 @@ func TestUselessCheckpointIsCollected(t *testing.T) {
 				t.Errorf("%s: it is continued", name)
 			}
 		}
-		if w, err = d.Create(ctx, uid, 4*chunkSize); err != nil { // and is no hindrance
+		if w, err = d.Create(ctx, uid, 4*chunkSize); err != nil { // the layer does not hinder a new writer
 			t.Fatalf("%s: %v", name, err)
 		}
 		if err := w.Abort(); err != nil {

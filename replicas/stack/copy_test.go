@@ -14,22 +14,23 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// second is another disk of the machine, which has c's as a source.
+// second makes another disk of the node, with c's disk as a source.
 func (c *chained) second() *Disk {
 	d := newDisk(c.t)
 	fromDisk(d, c.d)
 	return d
 }
 
-// A clone on another disk reads its layers where they are, has all of them in the end, verified, and needs neither the
-// source, nor its snapshot, nor its disk from then on. Until then the source can be deleted, but not its layers.
+// TestCloneOnAnotherDisk: a clone on another disk reads its layers from the source's disk until the clone has verified
+// copies of all. Until then the source can be deleted, but the pin keeps the layers. Afterwards the clone needs neither
+// the source, nor the snapshot, nor the source's disk.
 func TestCloneOnAnotherDisk(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
 	c := newChained(t)
 	ctx := context.Background()
 	snaps := c.scribble(4)
-	c.mergeAll() // nothing: all are needed; but older ones are finished by it
+	c.mergeAll() // merges nothing, since all layers are needed, but finishes the older layers
 	snaps = append(snaps, c.scribble(2)...)
 	at := snaps[4]
 	b := c.second()
@@ -200,7 +201,7 @@ func mustOpen(t *testing.T, d *Disk, layer string) block.Source {
 	return s
 }
 
-// While a layer is pinned it is not merged, and space says who has what.
+// TestPinAndSpace: pinned layers are not merged, and Space counts pinned layers as shared.
 func TestPinAndSpace(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()

@@ -22,7 +22,7 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// power is a disk that can lose power, and the loop of the process that uses it.
+// power is a disk which can lose power, with the loop of its process.
 type power struct {
 	*uring.Loop
 	fs     *lossy.FS
@@ -37,10 +37,10 @@ func newPower(t testing.TB, loop *uring.Loop, root string) *power {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { f.Close() })
-	return &power{loop, f, root, 5 << 20} // two of them in small layers
+	return &power{loop, f, root, 5 << 20} // small layers have two windows
 }
 
-// ramDir is a folder in memory where there is room: what is durable is a matter of the lossy back end alone.
+// ramDir is a folder in memory if /dev/shm has room. The lossy back end alone decides which data is durable.
 func ramDir(t testing.TB) string {
 	t.Helper()
 	const shm = "/dev/shm"
@@ -56,7 +56,7 @@ func ramDir(t testing.TB) string {
 	return dir
 }
 
-// freshPower is a formatted disk.
+// freshPower formats a new disk.
 func freshPower(t testing.TB, loop *uring.Loop) *power {
 	t.Helper()
 	p := newPower(t, loop, ramDir(t))
@@ -88,7 +88,7 @@ func (p *power) crash(t testing.TB, rng *rand.Rand) *power {
 	return after
 }
 
-// The ring of a process on that disk: what it does to data counts as changes, and syncs are told to the disk.
+// power is the ring of the process, too: changes of data count as steps of the disk, and the disk is notified of syncs.
 
 func (p *power) refuse(op *uring.Op) { p.Post(func() { op.Done(op, -int32(unix.EIO)) }) }
 
@@ -116,12 +116,12 @@ func (p *power) Fdatasync(op *uring.Op, fd int) {
 	p.Post(func() { op.Done(op, 0) })
 }
 
-// expect says, for every sector of a volume, which values it may have: blocks are filled with one number.
+// expect has the values which every sector of a volume may have. A single number fills a block.
 type expect map[int64][]uint64
 
 const perBlock = blockSize / 512
 
-// add says that the blocks [b, b+n) may have the value v from now on.
+// add allows the value v for the blocks [b, b+n) from now on.
 func (e expect) add(b, n int64, v uint64) {
 	for i := b * perBlock; i < (b+n)*perBlock; i++ {
 		if len(e[i]) == 0 {
@@ -137,7 +137,7 @@ func (e expect) put(b int64, v uint64) {
 	}
 }
 
-// durable says that the last value of every sector is the only one.
+// durable leaves every sector its last value only.
 func (e expect) durable() {
 	for b, vs := range e {
 		e[b] = vs[len(vs)-1:]
@@ -158,7 +158,7 @@ func (e expect) check(t testing.TB, d *Disk, on ring, uid string) {
 	}
 	defer r.Close()
 	many := diskfs.AlignedBuffer(1 << 20)
-	told := map[int64]bool{} // of what MiB something is expected
+	told := map[int64]bool{} // the MiBs with expected values
 	for s := range e {
 		told[s*512>>20] = true
 	}
@@ -184,12 +184,12 @@ func (e expect) check(t testing.TB, d *Disk, on ring, uid string) {
 					t.Fatalf("block %d, sector %d: %#x, may be %#x", b, s, v, may)
 				}
 			}
-			e[b*perBlock+s] = []uint64{v} // what is there after recovery stays there
+			e[b*perBlock+s] = []uint64{v} // the value after recovery stays
 		}
 	}
 }
 
-// checkLayers compares layers with values that are known for sure.
+// checkLayers compares layers with the first expected value of each sector.
 func (e expect) checkLayers(t testing.TB, d *Disk, layers []string, size int64) {
 	t.Helper()
 	src, err := d.OpenStack(layers, size)
@@ -235,7 +235,8 @@ func filledLayer(t testing.TB, d *Disk, size int64, blocks []int64, v uint64, e 
 	return uid
 }
 
-// TestPowerLossUnderIO cuts the power at random points under random I/O, several times in the life of one replica.
+// TestPowerLossUnderIO cuts the power at random points under random I/O, several times in the life of a replica.
+// Durable data and snapshots survive.
 func TestPowerLossUnderIO(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -290,7 +291,7 @@ func testPowerLoss(t *testing.T, loop *uring.Loop, rng *rand.Rand, layers int) {
 			case 7:
 				s := Snapshot{UID: string(api.NewUID()), Layer: string(api.NewUID())}
 				if s.Name = s.UID; rng.IntN(3) == 0 {
-					s.Name = "" // a layer that may be merged
+					s.Name = "" // a layer without a snapshot may be merged
 				}
 				if err = r.Cut(ctx, s); err == nil {
 					e.durable()
@@ -326,14 +327,14 @@ func testPowerLoss(t *testing.T, loop *uring.Loop, rng *rand.Rand, layers int) {
 				e.add(b, n, v)
 				fua := rng.IntN(5) == 0
 				if err = issue(p, r, block.OpWrite, b<<blockBits, n<<blockBits, w, fua); err == nil && fua {
-					e.durable() // the flush behind it covers all
+					e.durable() // the flush behind the write covers all earlier writes
 				}
 			}
 			if err != nil && !p.fs.Killed() {
 				t.Fatal(err)
 			}
 		}
-		_ = r.Close() // the dead process cannot make anything durable any more
+		_ = r.Close() // the dead process makes nothing durable any more
 		p = p.crash(t, rng)
 		d = p.disk(t)
 		m, err := d.readStack(spec.UID)
@@ -356,7 +357,7 @@ func testPowerLoss(t *testing.T, loop *uring.Loop, rng *rand.Rand, layers int) {
 				t.Fatal(err)
 			}
 			if m.Merge != nil && slices.Contains(chain, m.Merge.Lower) {
-				continue // readable when that is done
+				continue // readable after the merge
 			}
 			c.want.checkLayers(t, d, chain, size)
 		}

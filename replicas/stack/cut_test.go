@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// TestCuts compares a replica that is cut now and then, and each of its snapshots, with arrays of bytes.
+// TestCuts compares a replica with cuts at random moments, and each snapshot, with arrays of bytes.
 func TestCuts(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -140,7 +140,8 @@ func TestCuts(t *testing.T) {
 	}
 }
 
-// A cut under load holds all that was acknowledged before it began, and nothing that was issued after it ended.
+// TestCutIsOneInstant: a cut under load holds every write acknowledged before the cut began, and no write issued after
+// the cut ended.
 func TestCutIsOneInstant(t *testing.T) {
 	t.Parallel()
 	const size, workers = 64 << 20, 8
@@ -177,7 +178,7 @@ func TestCutIsOneInstant(t *testing.T) {
 				issued[w] = seq
 				mu.Unlock()
 				began := time.Now()
-				// One block, again and again: what a snapshot shows of it is a moment of this worker.
+				// Each worker writes a single block again and again, so a snapshot shows a moment of the worker.
 				if err := issue(loop, r, block.OpWrite, int64(w)<<blockBits, blockSize, buf, seq%50 == 0); err != nil {
 					t.Error(err)
 					return
@@ -225,7 +226,7 @@ func TestCutIsOneInstant(t *testing.T) {
 	t.Logf("20 cuts; the longest write took %v", worst)
 }
 
-// A cut whose time ends when all is prepared leaves nothing behind.
+// TestPrepareCutRunsOutOfTime: a cut without time left after its preparation leaves nothing behind.
 func TestPrepareCutRunsOutOfTime(t *testing.T) {
 	t.Parallel()
 	ctx, loop := context.Background(), startLoop(t)

@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// slowDisk is a ring whose writes and punches begin late, when that is asked for. The loop thread's.
+// slowDisk is a ring whose writes and punches wait while slow is set. The fields belong to the loop thread.
 type slowDisk struct {
 	*uring.Loop
 	slow bool
@@ -37,7 +37,7 @@ func (s *slowDisk) do(fn func()) {
 	fn()
 }
 
-// set makes the disk slow, or goes on with what waits.
+// set makes the disk slow or fast, and starts the waiting operations.
 func (s *slowDisk) set(slow bool) {
 	done := make(chan struct{})
 	s.Post(func() {
@@ -51,7 +51,7 @@ func (s *slowDisk) set(slow bool) {
 	<-done
 }
 
-// waiting is how many operations wait.
+// waiting counts the waiting operations.
 func (s *slowDisk) waiting() int {
 	n := make(chan int)
 	s.Post(func() { n <- len(s.late) })
@@ -73,8 +73,8 @@ func numbered(v uint64) []byte {
 	return b
 }
 
-// A cut under writes that are slow holds nobody up: they belong to the snapshot, what is issued later does not, and of
-// the two the later one is what the volume has.
+// TestCutDoesNotWaitForWrites: a cut during slow writes does not delay later writes. The slow writes belong to the
+// snapshot, the later writes to the volume alone. The volume reads the later write of a block.
 func TestCutDoesNotWaitForWrites(t *testing.T) {
 	for _, below := range []bool{false, true} {
 		ctx := context.Background()
@@ -113,7 +113,7 @@ func TestCutDoesNotWaitForWrites(t *testing.T) {
 			t.Fatalf("the cut is there before what it holds: %v", err)
 		default:
 		}
-		if err := r.onLoop(func() { disk.slow = false }); err != nil { // for what comes now
+		if err := r.onLoop(func() { disk.slow = false }); err != nil { // for the next requests
 			t.Fatal(err)
 		}
 		mustIssue(t, disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(31))
@@ -181,7 +181,8 @@ func TestCutDoesNotWaitForWrites(t *testing.T) {
 	}
 }
 
-// A discard that is under way is over before a cut: it is of the old head. What comes meanwhile goes to the new one.
+// TestCutWaitsForDiscards: a cut waits for the end of a discard in progress, which belongs to the old head. A write
+// issued meanwhile lands in the new head.
 func TestCutWaitsForDiscards(t *testing.T) {
 	ctx := context.Background()
 	const size = 8 << 20
@@ -238,7 +239,7 @@ func TestCutWaitsForDiscards(t *testing.T) {
 	}
 }
 
-// A cut that does not come to its instant in time is taken back.
+// TestCutThatIsGivenUp: the replica undoes a cut which does not reach its instant in time.
 func TestCutThatIsGivenUp(t *testing.T) {
 	ctx := context.Background()
 	const size = 8 << 20
@@ -291,8 +292,8 @@ func TestCutThatIsGivenUp(t *testing.T) {
 	compareView(t, d, spec.UID, model)
 }
 
-// A layer that somebody named between the commit of a cut and its instant is not taken back: it stays as it is, and what
-// was acknowledged is in it.
+// TestCutThatIsGivenUpAndNamed: a pin references the layer between the commit of a cut and the instant of the cut. The
+// replica does not undo the cut: the layer stays, with all acknowledged data.
 func TestCutThatIsGivenUpAndNamed(t *testing.T) {
 	ctx := context.Background()
 	const size = 8 << 20
@@ -338,11 +339,11 @@ func TestCutThatIsGivenUpAndNamed(t *testing.T) {
 	}
 	f.set(nil)
 	disk.set(false)
-	<-gone // done or refused: nobody was told of it yet
+	<-gone // done or refused: the discard was not acknowledged yet
 	if err := issue(disk, r, block.OpWrite, 1<<blockBits, blockSize, numbered(3), false); err == nil {
 		t.Error("a layer that is pinned takes writes")
 	}
-	_ = r.Close() // says what failed
+	_ = r.Close() // returns the failure
 	compare := func(read func(buf []byte, off int64) error) {
 		t.Helper()
 		buf := diskfs.AlignedBuffer(int(blockSize))
@@ -368,8 +369,8 @@ func TestCutThatIsGivenUpAndNamed(t *testing.T) {
 	compare(func(buf []byte, off int64) error { return issue(disk, r, block.OpRead, off, blockSize, buf, false) })
 }
 
-// TestCutThatIsGivenUpBesideABadRecord: a record of something else that cannot be read does not keep a cut from being
-// taken back, and the volume from working.
+// TestCutThatIsGivenUpBesideABadRecord: an unreadable record of an image hinders neither the undoing of a cut nor the
+// volume.
 func TestCutThatIsGivenUpBesideABadRecord(t *testing.T) {
 	ctx := context.Background()
 	d, disk := newDisk(t), &slowDisk{Loop: startLoop(t)}

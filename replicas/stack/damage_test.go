@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// A record that is missing, of a replica that holds data or of a layer that is named, lets nothing be collected: with the
-// record back, all is there.
+// TestMissingRecordsCollectNothing: garbage collection removes nothing while the record of a replica with data, or of a
+// referenced layer, is missing. With the record back, all data exists.
 func TestMissingRecordsCollectNothing(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	d := newDisk(t)
@@ -43,7 +43,7 @@ func TestMissingRecordsCollectNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		for range 2 {
-			_ = d.Collect(ctx, 0) // it may say what is wrong
+			_ = d.Collect(ctx, 0) // the error may report the missing record
 		}
 		if err := d.CreateReplica(ctx, spec); err == nil && bytes.Contains(good, []byte(formatStack)) {
 			t.Error("a replica was made over another's data")

@@ -16,14 +16,14 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// A process is killed right after it has recorded that two layers are one, and before that is durable. What comes next
-// removes the two only when a loss of power cannot bring the record back that names them.
+// TestMergedBeforeAKill: a process records a merge and is killed before the record is durable. The next process removes
+// the merged layers only when a power loss cannot bring the old record back.
 func TestMergedBeforeAKill(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
 	for name, next := range map[string]func(d *Disk, lower, upper string) error{
 		"collect": func(d *Disk, _, _ string) error { return d.Collect(ctx, 0) },
-		"make anew": func(d *Disk, lower, upper string) error { // as a copy of an image does that comes from elsewhere
+		"make anew": func(d *Disk, lower, upper string) error { // as a new copy of an image does
 			for _, uid := range []string{lower, upper} {
 				w, err := d.Create(ctx, uid, awaySize)
 				if err != nil {
@@ -64,7 +64,7 @@ func TestMergedBeforeAKill(t *testing.T) {
 					}
 					return nil
 				})
-				_ = r.Close() // of the dead
+				_ = r.Close() // ends the killed process
 				again := p.disk(t)
 				patient(t, func() error { return next(again, lower, upper) })
 				p = p.crash(t, rand.New(rand.NewPCG(seed, 2)))
@@ -84,17 +84,17 @@ func TestMergedBeforeAKill(t *testing.T) {
 	}
 }
 
-// A process is killed right after it took the name of a layer away, and before that is durable. Who takes the last other
-// name away deletes the layer only when a loss of power cannot bring the first one back.
+// TestDropAfterAKill: a process removes a reference to a layer and is killed before the removal is durable. The removal
+// of the last other reference deletes the layer only when a power loss cannot bring the first reference back.
 func TestDropAfterAKill(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
 	uid := func() string { return string(api.NewUID()) }
 	type name struct {
 		put, drop func(d *Disk) error
-		folder    string // whose sync makes it durable that it is gone
+		folder    string // a sync of the folder makes the removal durable
 	}
-	record := func(layer string) name { // of a replica that goes on
+	record := func(layer string) name { // of a replica which stays
 		spec := Spec{UID: uid(), Volume: "v", VolumeUID: uid(), Size: 1 << 20, Layers: []string{layer}}
 		return name{func(d *Disk) error { return d.CreateReplica(ctx, spec) }, func(d *Disk) error {
 			m, err := d.readStack(spec.UID)
@@ -138,7 +138,7 @@ func TestDropAfterAKill(t *testing.T) {
 					t.Fatal(err)
 				}
 				layer := filledLayer(t, d, 1<<20, []int64{1}, 1<<32, make(expect))
-				mate := replica(layer) // what is pinned something must name
+				mate := replica(layer) // a pin needs an existing reference
 				first, last := c.first(layer), c.last(layer)
 				if err := errors.Join(mate.put(d), first.put(d), last.put(d), mate.drop(d)); err != nil {
 					t.Fatal(err)
@@ -169,8 +169,8 @@ func TestDropAfterAKill(t *testing.T) {
 	}
 }
 
-// TestDurableRecordsAreNotSyncedAgain: recovery syncs only records that changed since they became durable, because a
-// disk may have thousands of records.
+// TestDurableRecordsAreNotSyncedAgain: recovery syncs only records changed since their last sync, because a disk may
+// have thousands of records.
 func TestDurableRecordsAreNotSyncedAgain(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -201,7 +201,7 @@ func TestDurableRecordsAreNotSyncedAgain(t *testing.T) {
 	if len(sync()) < len(uids) {
 		t.Fatal("not all was synced", synced)
 	}
-	for len(sync()) > 0 { // as long as times cannot tell a change
+	for len(sync()) > 0 { // as long as file times cannot show a change
 		time.Sleep(layer.SteadyAge / 10)
 	}
 	m, err := d.readStack(uids[1])

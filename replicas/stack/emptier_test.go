@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// What is removed is emptied piece by piece, but not under somebody who reads it.
+// TestRemovedFilesAreEmptied: the disk empties removed files piece by piece, but no file with a reader.
 func TestRemovedFilesAreEmptied(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -62,7 +62,7 @@ func TestRemovedFilesAreEmptied(t *testing.T) {
 	}
 
 	layerUID, done = remove()
-	h, err := os.Open(d.Join(layer.Dir, layerUID, layer.DataFile)) // as one who has no lock yet
+	h, err := os.Open(d.Join(layer.Dir, layerUID, layer.DataFile)) // as a reader without a lock yet
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -83,7 +83,7 @@ func TestRemovedFilesAreEmptied(t *testing.T) {
 	}
 }
 
-// slowFile takes long to free what is more than 1 MiB.
+// slowFile needs long to free more than 1 MiB.
 type slowFile struct {
 	file.Handle
 	largest, calls int64
@@ -97,7 +97,8 @@ func (s *slowFile) Punch(_, n int64) error {
 	return nil
 }
 
-// A piece grows while it is freed in no time, and shrinks when it takes long.
+// TestPiecesAreAsLargeAsTheDiskIsFast: the pieces to free grow while the disk is fast, and shrink when the disk is
+// slow.
 func TestPiecesAreAsLargeAsTheDiskIsFast(t *testing.T) {
 	var s slowFile
 	e := diskfs.Emptier{}
@@ -109,7 +110,7 @@ func TestPiecesAreAsLargeAsTheDiskIsFast(t *testing.T) {
 	}
 }
 
-// A replica that is removed in the middle of a merge leaves nothing of it.
+// TestHalfMergedReplicaIsRemoved: the removal of a replica in the middle of a merge leaves no file.
 func TestHalfMergedReplicaIsRemoved(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -142,7 +143,7 @@ func TestHalfMergedReplicaIsRemoved(t *testing.T) {
 	if err != nil || m.Merge == nil {
 		t.Fatalf("%+v, %v", m, err)
 	}
-	half := c.d.Join(layer.Dir, m.Merge.Result) // as a merge leaves it that ends before its last commit
+	half := c.d.Join(layer.Dir, m.Merge.Result) // as a merge leaves the folder before its last commit
 	if err := errors.Join(os.Mkdir(half, 0o700), os.Link(c.d.Join(layer.Dir, m.Merge.Upper, layer.DataFile), half+"/"+layer.DataFile),
 		c.d.RemoveReplica(c.uid), c.d.Close()); err != nil {
 		t.Fatal(err)

@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestAnEpochHasOneEngine: a replica records the node whose session it adopted, and refuses another node in the same
-// epoch, also after it was opened again. A record without a node, as older versions wrote it, refuses none.
+// TestAnEpochHasOneEngine: a replica records the node of the adopted session and refuses another node in the same
+// epoch, also after the replica was opened again. A record without a node, as older versions wrote, refuses no node.
 func TestAnEpochHasOneEngine(t *testing.T) {
 	ctx := context.Background()
 	d, loop := newDisk(t), startLoop(t)

@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// fetching is a layer of data that a disk reads from another machine, and a replica that stands on it.
+// fetching lets d hydrate a layer of data from another node, and creates a replica on the layer.
 func fetching(t *testing.T, d *Disk, size int64) (far *farther, layer, uid string, model []byte) {
 	t.Helper()
 	far = &farther{disk: newDisk(t)}
@@ -37,7 +37,7 @@ func fetching(t *testing.T, d *Disk, size int64) (far *farther, layer, uid strin
 	return far, layer, uid, model
 }
 
-// flip changes a bit of what a disk keeps of a layer that it fetches.
+// flip changes a bit in the data of a hydrating layer.
 func flip(t *testing.T, d *Disk, layerUID string, at int64, was byte) {
 	t.Helper()
 	f, err := os.OpenFile(d.Join(layer.HydratingDir, layerUID, layer.DataFile), os.O_RDWR, 0)
@@ -53,7 +53,8 @@ func flip(t *testing.T, d *Disk, layerUID string, at int64, was byte) {
 	}
 }
 
-// Every read compares chunks that were fetched: one that is damaged on the disk is fetched again, and never served.
+// TestDamagedChunkIsFetchedAgain: every read compares fetched chunks with their checksums. The disk fetches a damaged
+// chunk again and never serves the damage.
 func TestDamagedChunkIsFetchedAgain(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
@@ -69,7 +70,7 @@ func TestDamagedChunkIsFetchedAgain(t *testing.T) {
 	const at = 5*blockSize + 100
 	flip(t, d, layer, at, model[at])
 	far.fails.Store(true)
-	for range 2 { // the read that finds it, and one while it is fetched
+	for range 2 { // the read which finds the damage, and a read during the fetch
 		if err := once(t, loop, r, block.OpRead, 5*blockSize, blockSize); !errors.Is(err, ErrNotFetched) {
 			t.Errorf("a read of a damaged chunk: %v", err)
 		}
@@ -93,8 +94,8 @@ func TestDamagedChunkIsFetchedAgain(t *testing.T) {
 	}
 }
 
-// A layer of which an older version fetched chunks has no checksums of them: the digests judge the first read, and
-// nothing is fetched again.
+// TestChunksWithoutChecksumsAreKept: chunks which an older version fetched have no checksums. The first read compares
+// the chunks with the digests, and the disk fetches nothing again.
 func TestChunksWithoutChecksumsAreKept(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
@@ -105,7 +106,7 @@ func TestChunksWithoutChecksumsAreKept(t *testing.T) {
 		t.Fatal(err)
 	}
 	compareAll(t, loop, r, model)
-	if err := errors.Join(r.Close(), d.Close()); err != nil { // the end of the last user is in the background
+	if err := errors.Join(r.Close(), d.Close()); err != nil { // the last user ends in the background
 		t.Fatal(err)
 	}
 	if err := os.Remove(d.Join(layer.HydratingDir, layerUID, layer.CRCsFile)); err != nil {
@@ -123,7 +124,8 @@ func TestChunksWithoutChecksumsAreKept(t *testing.T) {
 	}
 }
 
-// The record of fetched chunks names none that a loss of power can take: all that it names is read without the source.
+// TestFetchedChunksOutliveALossOfPower: a power loss takes no chunk named in the record of fetched chunks. All these
+// chunks are read without the source.
 func TestFetchedChunksOutliveALossOfPower(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()

@@ -18,9 +18,9 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// A fixture keeps JSON and empty files as they are. NAME.hex stands for a file of bytes, with a line for its size, then
-// one for each run of bytes that are not zero ("at" and the bytes) or for each block that repeats eight bytes ("at",
-// the eight bytes, "block"); what no line speaks of is a hole. NAME.link has the name of the file that it is a link to.
+// A fixture keeps JSON and empty files unchanged. NAME.hex stands for a file of bytes: a line with the size, then a
+// line for each run of bytes other than zero ("at" and the bytes) or for each block of eight repeated bytes ("at", the
+// eight bytes, "block"). The rest is a hole. NAME.link has the name of the file to link to.
 
 // dull reports whether a fixture leaves a file out, since the file holds no record.
 func dull(rel string) bool {
@@ -28,7 +28,7 @@ func dull(rel string) bool {
 		filepath.Ext(rel) == ".tmp"
 }
 
-// packDisk is all that a disk holds, as its fixture has it, by name.
+// packDisk returns the content of a disk in the form of a fixture, by file name.
 func packDisk(t *testing.T, root string) map[string][]byte {
 	t.Helper()
 	out, seen := map[string][]byte{}, map[uint64]string{}
@@ -166,5 +166,5 @@ func unpackFile(raw []byte, to string) error {
 		_, werr := f.WriteAt(b, at)
 		err = errors.Join(err, serr, derr, werr)
 	}
-	return errors.Join(err, lines.Err(), f.Sync(), f.Close()) // synced, so that the file system knows its holes
+	return errors.Join(err, lines.Err(), f.Sync(), f.Close()) // the sync lets the file system know the holes
 }

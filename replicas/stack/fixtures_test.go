@@ -21,17 +21,17 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// The folders testdata/v1, v2, ... hold one disk each, as a released version left it: every kind of file, and every
-// state that a killed process can leave. A version of the program reads the disks of all versions before it, so a
-// folder stays for ever. A change of a format adds a folder, here v3, written by
+// The folders testdata/v1, v2, ... hold a disk each, as a released version left the disk: every kind of file, and every
+// state which a killed process can leave. A version of the program reads the disks of all earlier versions, so a folder
+// stays for ever. A change of a format adds a folder, here v3, written by
 //
 //	DROVER_WRITE_FIXTURES=v3 go test -run TestDiskIsWrittenAsBefore ./replicas/stack
 //
-// then fixtureNow becomes v3, and fixtureTimes gets the time. The older folders and their tests stay as they are.
+// then fixtureNow becomes v3, and fixtureTimes gets the time. The older folders and their tests stay unchanged.
 // fixtures_pack_test.go has the form of files in a folder, fixtures_write_test.go the writer.
 //
-// Beside v1, v2 has the file holes, the mount and the engine's node of an adoption, the checksums of a hydration, and
-// layers that a replica reads on another disk of the machine, one of them frozen.
+// Beyond v1, v2 has the file holes, the mount and the engine's node of an adoption, the checksums of a hydration, and
+// layers on another disk of the node, a frozen layer among them.
 const fixtureNow = "v2"
 
 // fixtureTimes are the times at which the folders were written.
@@ -47,38 +47,38 @@ func eachRelease(t *testing.T, test func(t *testing.T, version string, d *Disk))
 	}
 }
 
-// The names in the fixtures: all begin alike, so that random ones are told from them.
+// The UIDs of the fixtures begin alike, unlike random UIDs.
 const (
 	fixedUID = "00000000-0000-4000-8000-0000000000"
 
 	fixDisk = fixedUID + "01"
-	fixBoot = fixedUID + "02" // of the machine that wrote them
-	fixNear = fixedUID + "03" // another disk of that machine
+	fixBoot = fixedUID + "02" // of the node which wrote the fixtures
+	fixNear = fixedUID + "03" // another disk of the node
 
-	fixBase     = fixedUID + "10" // layers: of an image, two
+	fixBase     = fixedUID + "10" // the two layers of an image
 	fixTop      = fixedUID + "11"
-	fixFrozen   = fixedUID + "12" // cut off, not finished
-	fixKept     = fixedUID + "13" // half-made
-	fixFar      = fixedUID + "14" // read from another machine
+	fixFrozen   = fixedUID + "12" // cut, not finished
+	fixKept     = fixedUID + "13" // half-written, with a checkpoint
+	fixFar      = fixedUID + "14" // hydrates from another node
 	fixDamaged  = fixedUID + "15"
-	fixMapLow   = fixedUID + "16" // a merge that makes the map
+	fixMapLow   = fixedUID + "16" // a merge which makes the map
 	fixMapHigh  = fixedUID + "17"
-	fixMoveLow  = fixedUID + "18" // a merge that moves data
+	fixMoveLow  = fixedUID + "18" // a merge which moves data
 	fixMoveHigh = fixedUID + "19"
-	fixNearLow  = fixedUID + "1a" // on the other disk of the machine
-	fixNearHigh = fixedUID + "1b" // there, and frozen
+	fixNearLow  = fixedUID + "1a" // on the other disk of the node
+	fixNearHigh = fixedUID + "1b" // on the other disk, and frozen
 
 	fixImage    = fixedUID + "20"
 	fixSnapshot = fixedUID + "21"
 	fixOlder    = fixedUID + "22"
 
-	fixMember   = fixedUID + "30" // replicas: one of two members, cut, in use
-	fixReverted = fixedUID + "31" // with branches and a winner
+	fixMember   = fixedUID + "30" // a member of two, cut, in use
+	fixReverted = fixedUID + "31" // a replica with branches and a winner
 	fixMapping  = fixedUID + "32"
 	fixMoving   = fixedUID + "33"
-	fixReader   = fixedUID + "34" // of a layer of another machine
-	fixBorrower = fixedUID + "35" // of layers of the other disk
-	fixOther    = fixedUID + "3f" // on another node
+	fixReader   = fixedUID + "34" // a replica on the layer of another node
+	fixBorrower = fixedUID + "35" // a replica on the layers of the other disk
+	fixOther    = fixedUID + "3f" // a replica on another node
 
 	fixPin      = fixedUID + "40"
 	fixPinImage = fixedUID + "41"
@@ -96,10 +96,10 @@ const (
 
 var fixTime = time.Date(2026, 11, 25, 12, 30, 15, 0, time.UTC)
 
-// volumeOf is the uid of the volume that a replica of the fixtures belongs to.
+// volumeOf is the UID of the volume of a replica in the fixtures.
 func volumeOf(replica string) string { return strings.Replace(replica, "-8000-", "-9000-", 1) }
 
-// Contents of the fixtures, by volume.
+// fixtureContent returns the contents of the fixtures, by volume.
 func fixtureContent() (base, member, mapping, moving, far expect) {
 	base, mapping, moving, far = expect{}, expect{}, expect{}, expect{}
 	put := func(e expect, from uint64, blocks []int64) {
@@ -117,7 +117,7 @@ func fixtureContent() (base, member, mapping, moving, far expect) {
 	put(member, 3<<32, []int64{1, 20})
 	member.put(2, 0) // discarded before the cut
 	put(member, 4<<32, []int64{21, 2 * (format.IntentsRegion >> blockBits)})
-	member.put(600, 0) // discarded after it
+	member.put(600, 0) // discarded after the cut
 	put(mapping, 1<<32, fixMapLowBlocks)
 	put(mapping, 2<<32, fixMapHighBlocks)
 	put(moving, 1<<32, fixMoveLowBlocks)
@@ -126,7 +126,7 @@ func fixtureContent() (base, member, mapping, moving, far expect) {
 	return base, member, mapping, moving, far
 }
 
-// nearContent is what the replica of the other disk's layers reads.
+// nearContent is the content of the replica on the other disk's layers.
 func nearContent() expect {
 	e := expect{}
 	for _, b := range fixNearLowBlocks {
@@ -149,7 +149,7 @@ func released(t *testing.T, version string) *Disk {
 	return d
 }
 
-// writtenThen checks a time that the writer took from the clock.
+// writtenThen compares a time from the writer's clock with the time of the fixture, and clears the time.
 func writtenThen(t *testing.T, version string, at *time.Time) {
 	t.Helper()
 	then := fixtureTimes[version]
@@ -277,7 +277,7 @@ func jsonOf(t *testing.T, v any) string {
 	return string(b)
 }
 
-// TestReleasedLayersAreWhole compares the finished layers with their digests: map, sums, checksums and root.
+// TestReleasedLayersAreWhole compares the finished layers with the digests: map, sums, checksums and root.
 func TestReleasedLayersAreWhole(t *testing.T) {
 	eachRelease(t, func(t *testing.T, version string, d *Disk) {
 		ctx := context.Background()
@@ -307,7 +307,8 @@ func TestReleasedLayersAreWhole(t *testing.T) {
 	})
 }
 
-// TestReleasedReplicaGoesOn reads the replica of a killed process, whose head was cut off, and its intents.
+// TestReleasedReplicaGoesOn: the replica of a killed process, with a layer cut from the head, serves its data and its
+// intents.
 func TestReleasedReplicaGoesOn(t *testing.T) {
 	eachRelease(t, func(t *testing.T, version string, d *Disk) {
 		ctx, loop := context.Background(), startLoop(t)
@@ -351,7 +352,7 @@ func TestReleasedReplicaGoesOn(t *testing.T) {
 	})
 }
 
-// knowsItsSession checks the mount and the engine's node that a replica recorded at its adoption.
+// knowsItsSession checks the mount and the engine's node which a replica recorded at the adoption.
 func knowsItsSession(t *testing.T, d *Disk, r *Replica) {
 	t.Helper()
 	for _, c := range []struct {
@@ -372,7 +373,7 @@ func knowsItsSession(t *testing.T, d *Disk, r *Replica) {
 	}
 }
 
-// TestReleasedMergesGoOn reads replicas whose layers were being merged, and ends the merges.
+// TestReleasedMergesGoOn: replicas are readable in the middle of a merge, and the merges end.
 func TestReleasedMergesGoOn(t *testing.T) {
 	eachRelease(t, func(t *testing.T, _ string, d *Disk) {
 		ctx, loop := context.Background(), startLoop(t)
@@ -399,7 +400,7 @@ func TestReleasedMergesGoOn(t *testing.T) {
 	})
 }
 
-// TestReleasedHydrationGoesOn reads a layer of another machine of which one chunk of three had come.
+// TestReleasedHydrationGoesOn: a disk with the first of three chunks continues to hydrate a layer of another node.
 func TestReleasedHydrationGoesOn(t *testing.T) {
 	eachRelease(t, func(t *testing.T, _ string, d *Disk) {
 		loop := startLoop(t)
@@ -424,13 +425,13 @@ func TestReleasedHydrationGoesOn(t *testing.T) {
 		}
 		far.check(t, d, loop, fixReader)
 		d.Close()
-		if !slices.Equal(fetched, []int64{2}) { // the disk has the first, the second holds nothing
+		if !slices.Equal(fetched, []int64{2}) { // the disk has the first chunk, the second chunk holds nothing
 			t.Errorf("chunks %v were fetched", fetched)
 		}
 	})
 }
 
-// TestReleasedHalfMadeLayerIsContinued ends a layer that a process had begun and kept.
+// TestReleasedHalfMadeLayerIsContinued: a writer continues a layer from a checkpoint and seals the layer.
 func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
 	eachRelease(t, func(t *testing.T, version string, d *Disk) {
 		ctx := context.Background()
@@ -475,9 +476,9 @@ func TestReleasedHalfMadeLayerIsContinued(t *testing.T) {
 	})
 }
 
-// TestReleasedBorrowerGoesOn opens a replica whose layers, one of them frozen, are on another disk of the machine: an
-// older version read them there and recorded nothing of it. It reads the same, gets its copies, and needs that disk no
-// more.
+// TestReleasedBorrowerGoesOn: an older version read a replica's layers, a frozen layer among them, on another disk of
+// the node and recorded no source. The replica still reads the layers there, gets copies, and then does without the
+// other disk.
 func TestReleasedBorrowerGoesOn(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	d, other := released(t, "v1"), newDisk(t)
@@ -494,7 +495,7 @@ func TestReleasedBorrowerGoesOn(t *testing.T) {
 	for _, uid := range layers {
 		move(layer.Dir, uid)
 	}
-	move(pinsDir, fixPin) // it kept them there
+	move(pinsDir, fixPin) // the pin kept the layers on the other disk
 	_, member, _, _, _ := fixtureContent()
 	if _, err := d.OpenReplica(ctx, fixMember, loop); !api.Is(err, api.Corrupt) {
 		t.Fatalf("without the other disk: %v", err)
@@ -535,8 +536,8 @@ func TestReleasedBorrowerGoesOn(t *testing.T) {
 	}
 }
 
-// TestReleasedBorrowerFindsItsSource opens a replica whose layers, one of them frozen, are on another disk of the
-// machine, and whose disk had fetched a chunk of each. The record of each layer names the other disk.
+// TestReleasedBorrowerFindsItsSource: a replica reads layers, a frozen layer among them, from another disk of the node.
+// The record of each layer names the other disk. The replica's disk had fetched a chunk of each layer.
 func TestReleasedBorrowerFindsItsSource(t *testing.T) {
 	loop := startLoop(t)
 	d := released(t, "v2")
@@ -554,7 +555,7 @@ func TestReleasedBorrowerFindsItsSource(t *testing.T) {
 		return nil
 	})
 	near.check(t, d, loop, fixBorrower)
-	// The disk has the first chunk of each layer, and no other chunk but one holds data.
+	// The disk has the first chunk of each layer. A single other chunk holds data.
 	want := []string{fmt.Sprint(fixNearLow, " 1 ", SourceDisk{UID: fixNear, Path: fixPath})}
 	if !slices.Equal(fetched, want) {
 		t.Errorf("%q were fetched, want %q", fetched, want)

@@ -36,7 +36,7 @@ var (
 // fixNearHighBlock is the block of the frozen layer on the other disk.
 const fixNearHighBlock = int64(4)
 
-// Digests of layers, which say that one content has one digest for ever.
+// Digests of layers: the same content has the same digest for ever.
 const (
 	fixBaseRoot   = "5a635385ca99259fb938de17cb81bc49bb8fc7f5e4b6afb39f583bd7ba87b5a3"
 	fixTopRoot    = "39cf56b33173f6a654c366b0b84bdb894d85c3f123e111be9fa8426d9805f1c9"
@@ -44,8 +44,8 @@ const (
 	fixKeptRoot   = "a07b2aea04d833bb28ceddf56f7d14e63823c4c9de8b5c2f007c4cf2167c7e1d"
 )
 
-// TestDiskIsWrittenAsBefore does again what a fixture was made by, and compares what is on the disk byte for byte, but
-// for random names, times, and what the file system takes.
+// TestDiskIsWrittenAsBefore repeats the steps of the fixture's writer and compares the disk byte for byte, except for
+// random names, times, and the space which the file system takes.
 func TestDiskIsWrittenAsBefore(t *testing.T) {
 	suite.Slow(t)
 	dir := t.TempDir()
@@ -90,7 +90,7 @@ var (
 	sumOfThose = regexp.MustCompile(`"sha256": "[0-9a-f]{64}"`)
 )
 
-// alike takes out of a text what no two runs have in common. That the checksum is right the reader says.
+// alike removes the parts of a text in which any two runs differ. A checksum is verified by the reader of its record.
 func alike(s string) string {
 	s = randomUID.ReplaceAllStringFunc(s, func(uid string) string {
 		if strings.HasPrefix(uid, fixedUID) || strings.HasPrefix(uid, volumeOf(fixedUID)) {
@@ -141,8 +141,7 @@ func (w *fixtureWriter) replica(uid, volume string, size int64, layers ...string
 		Layers: layers}))
 }
 
-// writeFixture makes the disk, and returns it packed. Its replicas are in use at that moment, as if the process was
-// killed then.
+// writeFixture makes the disk and returns the packed files. The replicas are in use then, as if the process was killed.
 func writeFixture(t *testing.T, dir string) map[string][]byte {
 	ctx := context.Background()
 	d, err := Add(ctx, dir)
@@ -188,7 +187,7 @@ func (w *fixtureWriter) image() {
 		VirtualSize: 8<<20 - 512, Checksum: strings.Repeat("5e", 64), Digest: root, Object: json.RawMessage(fixObject)}))
 }
 
-// member is a replica of two that was cut once, with records of zeros before and after that.
+// member is a replica of two, cut once, with zero records before and after the cut.
 func (w *fixtureWriter) member() *Replica {
 	ctx := context.Background()
 	w.replica(fixMember, "member", fixSize, fixBase, fixTop)
@@ -216,7 +215,7 @@ func (w *fixtureWriter) member() *Replica {
 	return r
 }
 
-// reverted is a replica that went back to a snapshot, and has all fields that others lack.
+// reverted is a replica which went back to a snapshot. The record has all fields which the other replicas lack.
 func (w *fixtureWriter) reverted() {
 	ctx := context.Background()
 	w.must(w.d.CreateReplica(ctx, Spec{UID: fixReverted, Volume: "reverted", VolumeUID: volumeOf(fixReverted),
@@ -229,7 +228,7 @@ func (w *fixtureWriter) reverted() {
 	w.must(w.d.writeStack(w.d.Join(replicaDir, fixReverted), m))
 }
 
-// merging is a replica whose layers are being merged, up to where enough says so.
+// merging is a replica in the middle of a merge, which ends early as soon as enough returns true.
 func (w *fixtureWriter) merging(uid, volume string, size int64, enough func(g *Merge) bool, lower string, low []int64,
 	upper string, high []int64) *Replica {
 	ctx := context.Background()
@@ -267,7 +266,7 @@ func (w *fixtureWriter) pins() {
 	w.must(w.d.PinLayers(ctx, Pin{UID: fixPinImage, For: "golden", Disk: fixDisk, Layers: []string{fixBase}, Image: true}))
 }
 
-// writeKept writes what a half-made layer is made of, from a chunk on.
+// writeKept writes the chunks of the half-written layer, beginning with chunk from.
 func writeKept(t *testing.T, w block.LayerWriter, from int64) {
 	t.Helper()
 	whole := bytes.Repeat([]byte("01234567"), int(chunkSize/8))
@@ -294,8 +293,8 @@ func (w *fixtureWriter) kept() {
 	w.must(k.Leave())
 }
 
-// near is a replica of two layers of another disk of the machine, of which the first chunks were read. The upper layer
-// is frozen, and has no digests.
+// near is a replica of two layers on another disk of the node. The replica's disk has fetched the first chunks. The
+// upper layer is frozen and has no digests.
 func (w *fixtureWriter) near() {
 	ctx := context.Background()
 	other, err := Add(ctx, w.t.TempDir())
@@ -327,7 +326,7 @@ func (w *fixtureWriter) near() {
 	}
 }
 
-// fixedPath writes a record of a hydration again, with a path that every run has.
+// fixedPath rewrites a record of a hydration, with a path common to all runs.
 func (w *fixtureWriter) fixedPath(name, path string) {
 	var body json.RawMessage
 	w.must(format.ReadMeta(w.d.FS, name, "drover-hydrating", &body))
@@ -335,7 +334,7 @@ func (w *fixtureWriter) fixedPath(name, path string) {
 	w.must(format.WriteMeta(w.d.FS, name, "drover-hydrating", body))
 }
 
-// far is a replica of a layer of another machine, of which the first chunk was read.
+// far is a replica of a layer on another node. The replica's disk has fetched the first chunk.
 func (w *fixtureWriter) far() {
 	ctx := context.Background()
 	other := newDisk(w.t)
@@ -347,5 +346,5 @@ func (w *fixtureWriter) far() {
 	r, err := w.d.openReplica(ctx, fixReader, w.loop)
 	w.must(err)
 	mustIssue(w.t, w.loop, r, block.OpRead, 3<<blockBits, blockSize, diskfs.AlignedBuffer(int(blockSize)))
-	w.must(errors.Join(r.Close(), w.d.Close())) // what came is noted then
+	w.must(errors.Join(r.Close(), w.d.Close())) // the close records the fetched chunks
 }

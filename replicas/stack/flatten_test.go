@@ -15,16 +15,17 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// twoLayers are layers that give each other's chunks something, or hide something of them, or neither.
+// twoLayers makes a lower and an upper layer. In a chunk of the lower layer, the upper layer adds or hides blocks, or
+// does neither.
 func twoLayers(t *testing.T, d *Disk) (layers []string, e expect) {
 	t.Helper()
 	e = make(expect)
 	const lowerSize, size = 9 << 20, 12 << 20
-	lower := filledLayer(t, d, lowerSize, []int64{0, 1, 200, // a chunk that it has alone
-		512, 520, // to which the upper one adds
-		1024, 1025, // of which that hides something
-		1536, 1537, // the same, by zeros
-		2048, // which is longer there
+	lower := filledLayer(t, d, lowerSize, []int64{0, 1, 200, // a chunk of the lower layer alone
+		512, 520, // the upper layer adds a block
+		1024, 1025, // the upper layer hides a block
+		1536, 1537, // zeros of the upper layer hide a block
+		2048, // the chunk is longer in the upper layer
 	}, 1<<32, e)
 	upper := string(api.NewUID())
 	w, err := d.Create(context.Background(), upper, size)
@@ -49,8 +50,8 @@ func twoLayers(t *testing.T, d *Disk) (layers []string, e expect) {
 	return []string{lower, upper}, e
 }
 
-// A copy of several layers has the digests that belong to what it holds, whatever the layers have of a chunk, and also
-// where checksums are wrong or lack.
+// TestFlattenedDigests: a copy of several layers has the digests of its content, whatever the layers have of a chunk,
+// and also if checksums are wrong or missing.
 func TestFlattenedDigests(t *testing.T) {
 	t.Parallel()
 	ctx, d := context.Background(), newDisk(t)
@@ -81,14 +82,14 @@ func TestFlattenedDigests(t *testing.T) {
 	}
 }
 
-// Damage never gets a digest that matches it in a copy: where the checksums tell, or a chunk gets a new digest, nothing
-// comes of it; a chunk that keeps its digest shows the damage to the next scrub.
+// TestFlattenGivesDamageNoDigest: damage never gets a matching digest in a copy. Flatten fails if checksums show the
+// damage, or if the damaged chunk gets a new digest. If the chunk keeps the digest, the next scrub finds the damage.
 func TestFlattenGivesDamageNoDigest(t *testing.T) {
 	t.Parallel()
 	ctx, d := context.Background(), newDisk(t)
 	layers, _ := twoLayers(t, d)
 	lower := layers[0]
-	// damage changes a block and, where it is so to say unseen, its checksum. Done twice, it is as it was.
+	// damage changes a block and, if unseen, the block's checksum. A second call restores both.
 	damage := func(b int64, unseen bool) {
 		t.Helper()
 		flipBit(t, d.Join(layer.Dir, lower, layer.DataFile), b<<blockBits)
@@ -152,13 +153,14 @@ func TestFlattenGivesDamageNoDigest(t *testing.T) {
 	refused("damage that is known")
 }
 
-// What is hidden can have the checksum of the zeros that hide it: the copy's digest is not that of the layer.
+// TestFlattenHidesWithoutChecksums: a hidden block can have the checksum of the zeros above. The copy still does not
+// take the layer's digest.
 func TestFlattenHidesWithoutChecksums(t *testing.T) {
 	t.Parallel()
 	ctx, d := context.Background(), newDisk(t)
 	var layers []string
 	hides := diskfs.AlignedBuffer(int(blockSize))
-	binary.LittleEndian.PutUint64(hides, bits.Reverse64(0x11EDC6F41)>>31) // the polynomial: adding it changes no checksum
+	binary.LittleEndian.PutUint64(hides, bits.Reverse64(0x11EDC6F41)>>31) // adding the polynomial changes no checksum
 	if format.BlockCRC(hides) != format.BlockCRC(make([]byte, blockSize)) {
 		t.Fatal("its checksum is not that of zeros")
 	}

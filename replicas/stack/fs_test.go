@@ -22,7 +22,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// mounted is a file system of its own, on a loop device.
+// mounted makes and mounts a file system on a loop device.
 func mounted(t *testing.T, size int64, options string, mkfs ...string) (dir string, remount func()) {
 	t.Helper()
 	suite.System(t)
@@ -60,8 +60,7 @@ func mounted(t *testing.T, size int64, options string, mkfs ...string) (dir stri
 	}
 }
 
-// unmount takes a mount off. A process that is just being started with a copy of the mount table, by whomever, keeps it
-// busy for a moment.
+// unmount unmounts a file system. A starting process with a copy of the mount table keeps the mount busy for a moment.
 func unmount(t *testing.T, dir string) {
 	t.Helper()
 	tick := time.NewTicker(20 * time.Millisecond)
@@ -84,8 +83,8 @@ func run(t *testing.T, args ...string) string {
 	return string(out)
 }
 
-// TestFileSystems runs a replica on the file systems that users have, through a remount, and has the probe refuse those
-// whose map cannot be recovered.
+// TestFileSystems runs a replica on the file systems of users, through a remount. The probe refuses file systems on
+// which no map can be recovered.
 func TestFileSystems(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -123,8 +122,8 @@ func TestFileSystems(t *testing.T) {
 	}
 }
 
-// TestDiskWhoseHolesWereFilledIsRefused: a copy without holes shows zeros where the heads read lower layers. An open
-// adds the file to a disk of an earlier version.
+// TestDiskWhoseHolesWereFilledIsRefused: Open and Add refuse a copy without holes, which has zeros where the heads read
+// lower layers. Open adds the file to a disk of an earlier version.
 func TestDiskWhoseHolesWereFilledIsRefused(t *testing.T) {
 	d := newDisk(t)
 	name := filepath.Join(d.Path(), diskfs.HolesFile)
@@ -154,7 +153,8 @@ func TestDiskWhoseHolesWereFilledIsRefused(t *testing.T) {
 	}
 }
 
-// TestLockOfAnUnmountedDiskMakesNoFile: the folder is empty then, the mount point. A disk that lacks the file alone gets it.
+// TestLockOfAnUnmountedDiskMakesNoFile: the folder of an unmounted disk is the empty mount point, and Lock makes no
+// file there. A mounted disk which lacks only the lock file gets a new lock file.
 func TestLockOfAnUnmountedDiskMakesNoFile(t *testing.T) {
 	d := newDisk(t)
 	lock := d.Join(layer.LockFile)
@@ -230,8 +230,8 @@ func onFileSystem(t *testing.T, d *Disk, remount func()) {
 	}
 }
 
-// TestFullDisk fills a disk under a replica and a layer: both say so, nothing is damaged, and all goes on when there is
-// room again.
+// TestFullDisk fills a disk under a replica and a layer. Both report the full disk, nothing is damaged, and the replica
+// continues once the disk has room again.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 	dir, _ := mounted(t, 64<<20, "", "mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0")
@@ -275,7 +275,7 @@ func TestFullDisk(t *testing.T) {
 	if err := issue(loop, r, block.OpFlush, 0, 0, nil, false); err != nil {
 		t.Fatalf("flush on a full disk: %v", err)
 	}
-	// What was half written reads the same now and after a recovery.
+	// Half-written data reads the same now and after a recovery.
 	half := func(r *Replica) []byte {
 		out := make([]byte, 0, len(failed)<<20)
 		for _, off := range failed {
@@ -312,7 +312,7 @@ func TestFullDisk(t *testing.T) {
 	if !bytes.Equal(before, half(r)) {
 		t.Fatal("what a failed write left changed with the recovery")
 	}
-	// The replica can be taken into use as it is, again and again.
+	// The replica can adopt sessions on the full disk, again and again.
 	for e := int64(2); e < 20; e++ {
 		exhaust(t, dir)
 		if err := r.Adopt(ctx, e, e, []string{spec.UID}); err != nil {
@@ -346,7 +346,7 @@ func TestFullDisk(t *testing.T) {
 	for b := off >> blockBits; b < (off+int64(len(buf)))>>blockBits; b++ {
 		e.put(b, 42)
 	}
-	for _, f := range failed[1:] { // undefined by contract; leave them out
+	for _, f := range failed[1:] { // undefined by contract, so left out
 		mustIssue(t, loop, r, block.OpDiscard, f, int64(len(buf)), nil)
 		for b := f >> blockBits; b < (f+int64(len(buf)))>>blockBits; b++ {
 			e.put(b, 0)
@@ -361,7 +361,7 @@ func TestFullDisk(t *testing.T) {
 	}
 }
 
-// exhaust takes every block that is free.
+// exhaust takes every free block.
 func exhaust(t *testing.T, dir string) {
 	t.Helper()
 	f, err := os.OpenFile(filepath.Join(dir, "ballast"), os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
@@ -378,7 +378,8 @@ func exhaust(t *testing.T, dir string) {
 	_ = f.Sync()
 }
 
-// TestAddAndOpen has Add twice on one folder, and what both refuse. The probe leaves nothing behind.
+// TestAddAndOpen: a second Add of a folder succeeds. Open refuses a plain folder, Add refuses a disk without a disk
+// record. The probe leaves nothing behind.
 func TestAddAndOpen(t *testing.T) {
 	ctx := context.Background()
 	dir := t.TempDir()

@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// farther is another machine's disk, as far as its layers are read.
+// farther is the disk of another node, as a source of layers.
 type farther struct {
 	disk    *Disk
 	fetched atomic.Int64 // bytes
@@ -63,7 +63,7 @@ func (f *farther) hydrate(d *Disk, uid string) error {
 	return d.Hydrate(context.Background(), uid, root, src, sums)
 }
 
-// hydrates are the layers that a replica reads from sources, and why reads of them wait.
+// hydrates returns the layers which a replica reads from sources, and the reason why reads wait.
 func hydrates(r *Replica) (layers []string, why error) {
 	for _, l := range r.Remote() {
 		layers = append(layers, l.UID)
@@ -72,8 +72,8 @@ func hydrates(r *Replica) (layers []string, why error) {
 	return layers, why
 }
 
-// A replica reads a layer of another machine chunk by chunk as it needs them, waits while that machine does not answer,
-// knows after a restart what is there, and comes home to the copy.
+// TestHydrate: a replica hydrates a layer of another node chunk by chunk on demand, waits while the source does not
+// answer, knows the fetched chunks after a restart, and in the end reads the copy on its own disk.
 func TestHydrate(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -136,7 +136,7 @@ func TestHydrate(t *testing.T) {
 		t.Errorf("%d bytes were fetched for 20 reads", some)
 	}
 
-	// The other machine is cut off, then sends rubbish: reads wait, and writes go on.
+	// The source fails, then sends rubbish: reads wait, and writes continue.
 	var lost atomic.Int32
 	r.OnLost(func(is bool) {
 		if lost.Add(-1); is {
@@ -191,7 +191,7 @@ func TestHydrate(t *testing.T) {
 	}
 	all := far.fetched.Load()
 
-	// Closed and opened again nothing travels twice; a second replica of the disk reads the same.
+	// After the replica was closed and opened, no chunk is fetched again. A view of the replica reads the same data.
 	if err := errors.Join(r.Close(), d.Close()); err != nil {
 		t.Fatal(err)
 	}
@@ -216,7 +216,7 @@ func TestHydrate(t *testing.T) {
 	}
 	far.fails.Store(true)
 	compareAll(t, loop, r, model)
-	if err := d.Close(); err != nil { // what goes in the background is gone
+	if err := d.Close(); err != nil { // the removal in the background has ended
 		t.Fatal(err)
 	}
 	if _, err := os.Stat(d.Join(layer.HydratingDir, layerUID)); !errors.Is(err, os.ErrNotExist) {
@@ -224,7 +224,7 @@ func TestHydrate(t *testing.T) {
 	}
 }
 
-// A replica that waits for another machine can be closed, and reads that wait fail then.
+// TestHydrateClose: a replica which waits for a source can be closed. Waiting reads then fail.
 func TestHydrateClose(t *testing.T) {
 	const size = 8 << 20
 	ctx := context.Background()

@@ -18,8 +18,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// TestIndexMissesNoBlock: a block that the index finds nowhere reads as zeros, and the index finds each block of the head
-// and of the layers.
+// TestIndexMissesNoBlock: a block which the index finds nowhere reads as zeros, and the index finds each block of the
+// head and of the layers.
 func TestIndexMissesNoBlock(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	d := newDisk(t)
@@ -51,7 +51,7 @@ func TestIndexMissesNoBlock(t *testing.T) {
 	}
 	look := func() { mustIssue(t, loop, r, block.OpRead, 0, size, diskfs.AlignedBuffer(size)) }
 	open(1)
-	is(false, 0, blockSize) // nobody has looked yet
+	is(false, 0, blockSize) // no read has filled the index yet
 	look()
 	is(true, 0, size)
 	mustIssue(t, loop, r, block.OpWrite, 100<<20, blockSize, numbered(7))
@@ -65,7 +65,7 @@ func TestIndexMissesNoBlock(t *testing.T) {
 	}
 	is(false, 100<<20, blockSize) // in a layer now
 	mustIssue(t, loop, r, block.OpDiscard, 100<<20, blockSize, nil)
-	is(true, 0, size) // zeros over it
+	is(true, 0, size) // zeros hide the layer's block
 	for _, bad := range [][2]int64{{-blockSize, blockSize}, {0, 0}, {1, blockSize}, {0, blockSize + 1}, {size, blockSize},
 		{0, size + blockSize}} {
 		is(false, bad[0], bad[1])
@@ -86,8 +86,8 @@ func TestIndexMissesNoBlock(t *testing.T) {
 	}
 }
 
-// TestDropPages: the index gives the memory of unused pages back, and their next I/O finds the blocks of the head, of the
-// layers and of the zero records again.
+// TestDropPages: the index frees the memory of unused pages. The next I/O finds the blocks of the head, of the layers
+// and of the zero records again.
 func TestDropPages(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	d := newDisk(t)
@@ -187,8 +187,8 @@ func built(t *testing.T, r *Replica) (all []bool) {
 	return all
 }
 
-// TestUnreadableMapFailsItsPageAlone: while a page of a layer's map cannot be read, reads and writes there fail like
-// those of a failing disk, for which an engine drops a member, and not as damage, for which it does not. Other pages and
+// TestUnreadableMapFailsItsPageAlone: while a page of a layer's map cannot be read, I/O there fails like I/O on a
+// failing disk, for which an engine drops a member, and not as damage, for which an engine does not. Other pages and
 // flushes continue, and so does the page once the map can be read.
 func TestUnreadableMapFailsItsPageAlone(t *testing.T) {
 	ctx, loop, d := context.Background(), startLoop(t), newDisk(t)
@@ -219,7 +219,7 @@ func TestUnreadableMapFailsItsPageAlone(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	page := int64(binary.LittleEndian.Uint64(whole[format.MapHeader+8:])) // the first one
+	page := int64(binary.LittleEndian.Uint64(whole[format.MapHeader+8:])) // the first page
 	flipBit(t, name, page)
 	for _, op := range []block.Op{block.OpRead, block.OpWrite, block.OpDiscard} {
 		b := buf

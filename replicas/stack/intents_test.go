@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// newMirror is a replica of three regions on a disk.
+// newMirror makes a replica of three regions on a disk.
 func newMirror(t *testing.T, d *Disk) string {
 	t.Helper()
 	uid := string(api.NewUID())
@@ -42,8 +42,8 @@ func notes(t *testing.T, r *Replica, regions ...int64) {
 	}
 }
 
-// TestReopenedNotes: an engine that goes on with a replica which was opened anew need not say again that intents are
-// noted: its record and its intents tell that there are, or were, others.
+// TestReopenedNotes: after a replica was opened again, the engine need not turn write intents on again. The replica's
+// record and intents show the other members, present or former.
 func TestReopenedNotes(t *testing.T) {
 	const other = "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11"
 	for name, clean := range map[string]bool{"killed": false, "closed": true} {
@@ -65,7 +65,7 @@ func TestReopenedNotes(t *testing.T) {
 				if again == nil {
 					adopt(t, r, 2, 7, uid)
 				}
-				if !clean { // its end is not marked
+				if !clean { // the record does not show the end
 					if err := r.onLoop(func() { r.failWrites(errors.New("the test says so")) }); err != nil {
 						t.Fatal(err)
 					}
@@ -89,7 +89,7 @@ func TestReopenedNotes(t *testing.T) {
 	}
 }
 
-// TestSingleNotesNothing: a volume that has one replica, and always had, does without intents.
+// TestSingleNotesNothing: a volume which always had a single replica notes no intents.
 func TestSingleNotesNothing(t *testing.T) {
 	d, l := newDisk(t), startLoop(t)
 	uid := newMirror(t, d)
@@ -107,7 +107,7 @@ func TestSingleNotesNothing(t *testing.T) {
 	}
 }
 
-// marksOf is the file of the intents, whose writes (behind from) and syncs can fail.
+// marksOf is the file of the intents. Writes at from and beyond, and syncs, can fail.
 type marksOf struct {
 	file.Handle
 	write, sync error
@@ -123,8 +123,8 @@ func (m *marksOf) WriteAt(b []byte, off int64) (int, error) {
 
 func (m *marksOf) Datasync() error { return errors.Join(m.sync, m.Handle.Datasync()) }
 
-// TestIntentsNotSynced: a replica that cannot note durably where it is written to takes no more writes; one that has no
-// room for it just now goes on.
+// TestIntentsNotSynced: a replica which fails to sync an intent takes no more writes. A replica without room for an
+// intent fails the write and continues.
 func TestIntentsNotSynced(t *testing.T) {
 	d, l := newDisk(t), startLoop(t)
 	uid := newMirror(t, d)
@@ -150,7 +150,7 @@ func TestIntentsNotSynced(t *testing.T) {
 	if err := write(1); err == nil {
 		t.Error("a write whose intent is not durable was done")
 	}
-	r.work.do(func() { marks.sync = nil }) // the kernel forgets what failed
+	r.work.do(func() { marks.sync = nil }) // the kernel forgets the failure
 	if err := write(1); err == nil {
 		t.Error("after a sync that failed a write was done")
 	}
@@ -160,8 +160,9 @@ func TestIntentsNotSynced(t *testing.T) {
 	_ = r.Close()
 }
 
-// TestIntentsReplaced: the file of the intents is replaced when they are taken away in a new epoch. Where that did not
-// begin, they stay; where nobody knows what came of it, nothing is noted in a file that may have no name any more.
+// TestIntentsReplaced: the removal of intents in a new epoch replaces the intents file. If the replacement did not
+// begin, the intents stay. If the outcome is unknown, the replica takes no write, since the intents file may have no
+// name any more.
 func TestIntentsReplaced(t *testing.T) {
 	for name, unsure := range map[string]bool{"it did not begin": false, "its outcome is not known": true} {
 		t.Run(name, func(t *testing.T) {
@@ -194,7 +195,7 @@ func TestIntentsReplaced(t *testing.T) {
 			if err := r.Clean(ctx, 5, 1, []int64{0}); err != nil {
 				t.Fatal(err)
 			}
-			if err := write(1); (err != nil) != unsure { // after what Clean began
+			if err := write(1); (err != nil) != unsure { // after the replacement which Clean began
 				t.Errorf("a write: %v", err)
 			}
 			if !unsure {
@@ -216,8 +217,8 @@ func TestIntentsReplaced(t *testing.T) {
 	}
 }
 
-// TestIntentsClearedInPart: where some pages of the intents are written and others not, what is touched there is noted
-// again, since nobody knows which of them the file has.
+// TestIntentsClearedInPart: the replica has written some pages of the cleared intents, and failed to write others. The
+// next write notes the intent again, since the pages in the file are unknown.
 func TestIntentsClearedInPart(t *testing.T) {
 	ctx, d, l := context.Background(), newDisk(t), startLoop(t)
 	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 1 << 40}
@@ -251,7 +252,7 @@ func TestIntentsClearedInPart(t *testing.T) {
 	_ = r.Close()
 }
 
-// TestIntentsGrow: intents that are to be taken away while the volume grows stay, here and in the file.
+// TestIntentsGrow: intents cleared during an expansion stay, in memory and in the file.
 func TestIntentsGrow(t *testing.T) {
 	ctx, plain, l := context.Background(), newDisk(t), startLoop(t)
 	uid := newMirror(t, plain)
@@ -293,7 +294,7 @@ func TestIntentsGrow(t *testing.T) {
 	}
 	defer r.Close()
 	notes(t, r, 0, 4)
-	if err := r.Mark(ctx, 6); err != nil { // it goes on to clean
+	if err := r.Mark(ctx, 6); err != nil { // the replica can clean again
 		t.Fatal(err)
 	}
 	if err := r.Clean(ctx, 6, 1, []int64{0, 4}); err != nil {

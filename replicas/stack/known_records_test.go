@@ -16,9 +16,9 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// A single operation must not cost more with every image and volume that the disk has besides.
+// The cost of a single operation must not grow with the images and volumes of the disk.
 
-// fillDisk fills a disk with n images, each of a layer of its own, and n replicas that stand on them.
+// fillDisk fills a disk with n images, each with a separate layer, and with a replica on each image.
 func fillDisk(tb testing.TB, d *Disk, n int) (images, replicas []string) {
 	tb.Helper()
 	for range n {
@@ -90,7 +90,7 @@ func TestNothingKnownIsReadAgain(t *testing.T) {
 	counted := &readsFS{FS: d.FS, reads: map[string]int{}}
 	d.FS = counted
 	_, replicas := fillDisk(t, d, 5)
-	<-time.After(layer.SteadyAge + 100*time.Millisecond) // the records are old enough to be kept
+	<-time.After(layer.SteadyAge + 100*time.Millisecond) // the records are old enough for the cache
 	look := func() {
 		t.Helper()
 		if list, err := d.ToFinish(); err != nil || len(list) > 0 {
@@ -113,8 +113,8 @@ func TestNothingKnownIsReadAgain(t *testing.T) {
 	}
 }
 
-// TestLayerWithoutChecksumsIsFinishedAgain: a layer that was whole at the last search is unfinished as soon as its
-// checksums are missing.
+// TestLayerWithoutChecksumsIsFinishedAgain: a layer without checksums is unfinished, even if the last search found the
+// layer whole.
 func TestLayerWithoutChecksumsIsFinishedAgain(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
@@ -140,8 +140,8 @@ func TestLayerWithoutChecksumsIsFinishedAgain(t *testing.T) {
 	}
 }
 
-// TestSharedSpaceIsReadFromOneRecord: one record that references a shared layer answers what a replica shares, without
-// the disk's lock, which others hold while they wait for the disk. The answer is that of the present record.
+// TestSharedSpaceIsReadFromOneRecord: Space needs a single record with a reference to a shared layer. Space does not
+// need the disk's lock, which other calls hold while they wait for the disk. The answer comes from the present record.
 func TestSharedSpaceIsReadFromOneRecord(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
@@ -203,7 +203,7 @@ func TestSharedSpaceIsReadFromOneRecord(t *testing.T) {
 	shares(false)
 }
 
-// BenchmarkManyRecords times what looks at the records of a disk beside a thousand images and replicas.
+// BenchmarkManyRecords times the readers of a disk's records, beside a thousand images and replicas.
 func BenchmarkManyRecords(b *testing.B) {
 	d := newDisk(b)
 	_, replicas := fillDisk(b, d, 1000)

@@ -15,9 +15,9 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// TestLateWriteOfADeadOwner has a process die while it writes, and one of its writes end long after it. Its disk I/O under
-// way is what this test is: it holds the dead process's open file. Nobody may open the replica before, and what the next
-// owner writes then stays.
+// TestLateWriteOfADeadOwner: a process is killed during a write, and the write ends long after the kill. The test
+// stands for the disk I/O in progress and holds the dead process's open file. No process can open the replica before
+// the write ends, and writes of the next owner stay.
 func TestLateWriteOfADeadOwner(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
@@ -38,7 +38,7 @@ func TestLateWriteOfADeadOwner(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		_ = cmd.Process.Kill() // where the test ended before that
+		_ = cmd.Process.Kill() // if the test ended early
 		_ = cmd.Wait()
 	})
 	if line, err := bufio.NewReader(out).ReadString('\n'); line != "writing\n" {

@@ -22,11 +22,11 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// stopInCut halts a child that cuts again and again where it has committed a cut and waits for the writes to what was
-// its head. It returns the layer.
+// stopInCut stops a child, which cuts again and again, between the commit of a cut and the end of the writes to the old
+// head. The result is the layer.
 func stopInCut(ctx context.Context, t *testing.T, d *Disk, uid string, pid int) (layerUID string) {
 	t.Helper()
-	// beingCut is the newest layer, if it has the lock of a head.
+	// beingCut is the newest layer, if the layer has the lock of a head.
 	beingCut := func() string {
 		m, err := d.Stack(uid)
 		if err != nil {
@@ -71,8 +71,8 @@ func stopInCut(ctx context.Context, t *testing.T, d *Disk, uid string, pid int) 
 	return ""
 }
 
-// stolen are the open files of a process that are the file of that name: open as they are there, as I/O under way has
-// them.
+// stolen returns a process's open files of a name, with the open state of the process, as I/O in progress holds the
+// files.
 func stolen(t *testing.T, pid int, name string) (files []*os.File) {
 	t.Helper()
 	want, err := os.Stat(name)
@@ -106,8 +106,9 @@ func stolen(t *testing.T, pid int, name string) (files []*os.File) {
 	return files
 }
 
-// TestLateWriteOfADeadCutter has a process die in a cut, and one of its writes to the layer end long after it. Its disk
-// I/O under way is what this test is: it holds the dead process's open file. Nobody may count on the layer before.
+// TestLateWriteOfADeadCutter: a process is killed in a cut, and a write to the layer ends long after the kill. The test
+// stands for the disk I/O in progress and holds the dead process's open file. Before the write ends, no process can
+// open the replica or finish the layer.
 func TestLateWriteOfADeadCutter(t *testing.T) {
 	suite.Slow(t)
 	ctx := context.Background()
@@ -123,7 +124,7 @@ func TestLateWriteOfADeadCutter(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		_ = cmd.Process.Kill() // where the test ended before that
+		_ = cmd.Process.Kill() // if the test ended early
 		_ = cmd.Wait()
 	})
 	soon, stop := context.WithTimeout(ctx, 5*time.Minute)

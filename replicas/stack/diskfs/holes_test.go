@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/block/file"
 )
 
-// TestHolesFileTellsOfFilledAndLostBlocks: the file passes as it was made, twice and in a copy that keeps holes, and a
-// disk without the file says so; a copy without holes, and one that lost the block, are refused.
+// TestHolesFileTellsOfFilledAndLostBlocks: CheckHoles accepts the file as written, once and twice, and a copy with the
+// holes. CheckHoles refuses a copy without holes and a copy without the block, and reports a missing file.
 func TestHolesFileTellsOfFilledAndLostBlocks(t *testing.T) {
 	dir := t.TempDir()
 	check := func(what string, refused bool) {
@@ -35,7 +35,7 @@ func TestHolesFileTellsOfFilledAndLostBlocks(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h, err := os.Create(name) // as cp does it, which copies the ranges of data
+	h, err := os.Create(name) // as cp does, which copies the ranges of data
 	if err == nil {
 		_, err = h.WriteAt(data[holesData:][:blockSize], holesData)
 	}
@@ -46,7 +46,7 @@ func TestHolesFileTellsOfFilledAndLostBlocks(t *testing.T) {
 		t.Fatal(err)
 	}
 	check("a copy that keeps holes", false)
-	if err := os.WriteFile(name, data, 0o600); err != nil { // as rsync -a does it
+	if err := os.WriteFile(name, data, 0o600); err != nil { // as rsync -a does
 		t.Fatal(err)
 	}
 	check("a copy that fills holes", true)

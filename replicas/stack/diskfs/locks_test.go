@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/block/file"
 )
 
-// A lock that only a process has which is being started is waited for, however long that takes.
+// TestLockOfAProcessThatIsBeingStarted: TryLock waits for a lock of a starting process, however long the start takes.
 func TestLockOfAProcessThatIsBeingStarted(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "f")
 	open := func() file.Handle {
@@ -23,7 +23,7 @@ func TestLockOfAProcessThatIsBeingStarted(t *testing.T) {
 		}
 		return h
 	}
-	child, h := open(), open() // what is open in the child counts as long as the descriptor here does
+	child, h := open(), open() // child stands for a descriptor which a started process inherited
 	defer h.Close()
 	if err := Flock(child, unix.LOCK_EX); err != nil {
 		t.Fatal(err)
@@ -31,7 +31,7 @@ func TestLockOfAProcessThatIsBeingStarted(t *testing.T) {
 	if err := TryLock(h, unix.LOCK_EX); !errors.Is(err, unix.EWOULDBLOCK) {
 		t.Fatalf("a lock that somebody has: %v", err)
 	}
-	syscall.ForkLock.Lock() // as whoever starts a process does
+	syscall.ForkLock.Lock() // as the start of a process does
 	runs := time.AfterFunc(4*ForkTime, func() {
 		_ = child.Close()
 		syscall.ForkLock.Unlock()
@@ -41,7 +41,8 @@ func TestLockOfAProcessThatIsBeingStarted(t *testing.T) {
 		t.Fatalf("a lock that a process has until it runs its program: %v", err)
 	}
 
-	// The started one closes what it inherited a moment after the one that started it goes on, at some moment at least.
+	// The started process closes inherited descriptors a moment after the starting process continues. TryLock waits for
+	// the lock in at least a single attempt.
 	for range 20 {
 		if err := Flock(h, unix.LOCK_UN); err != nil {
 			t.Fatal(err)

@@ -8,7 +8,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// The parsers of what is on the disk: nothing may make them panic, run away, or accept what makes no sense.
+// The parsers of files on the disk: no input makes a parser panic, run away, or accept nonsense.
 
 func FuzzZeroLog(f *testing.F) {
 	good := ZeroHeader()

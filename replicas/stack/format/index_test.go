@@ -53,7 +53,7 @@ func TestIndexModel(t *testing.T) {
 	}
 }
 
-// simulate fills an index of 1 TiB as a guest does that writes 128 KiB at random places, until upTo is written.
+// simulate fills an index of 1 TiB like a guest with writes of 128 KiB at random places, until upTo is written.
 func simulate(x *Index, upTo float64, rng *rand.Rand) {
 	const run = 32
 	order := rng.Perm(PageBlocks / run)
@@ -64,7 +64,7 @@ func simulate(x *Index, upTo float64, rng *rand.Rand) {
 	}
 }
 
-// TestIndexMemory simulates volumes of 1 TiB. It measures the heap, and holds index.memory against it.
+// TestIndexMemory simulates volumes of 1 TiB and bounds the measured heap and the result of Index.Memory.
 func TestIndexMemory(t *testing.T) {
 	suite.Slow(t)
 	const blocks = int64(1) << 40 >> BlockBits
@@ -93,7 +93,7 @@ func TestIndexMemory(t *testing.T) {
 		})
 	}
 	t.Run("three layers and a head, mixed block by block", func(t *testing.T) {
-		// The worst that a chain of three snapshots can do: no two neighbours from the same layer.
+		// The worst case of three snapshots: no two neighbours come from the same layer.
 		before := heap()
 		x := NewIndex(blocks, FromLayer)
 		vals := make([]uint16, PageBlocks)

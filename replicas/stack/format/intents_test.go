@@ -2,7 +2,7 @@ package format
 
 import "testing"
 
-// TestIntentsErrOnTheSafeSide damages single pages: their regions are dirty then, the others stay as they were.
+// TestIntentsErrOnTheSafeSide: all regions of a damaged page are dirty, the regions of other pages are unchanged.
 func TestIntentsErrOnTheSafeSide(t *testing.T) {
 	n := NewIntents(3 * RegionsPerPage * IntentsRegion)
 	if !n.mark(0, 1) || n.mark(5, 1) || !n.mark(RegionsPerPage*IntentsRegion, IntentsRegion+1) {

@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// patchwork is an index of kinds of so many pages, of which some are uniform.
+// patchwork makes an index of kinds with so many pages, some of them uniform.
 func patchwork(rng *rand.Rand, pages int, uniform float64) Index {
 	x := NewIndex(int64(pages)<<PageBits-int64(rng.IntN(PageBlocks)), uint16(block.Hole))
 	vals := make([]uint16, PageBlocks)
@@ -32,7 +32,8 @@ func patchwork(rng *rand.Rand, pages int, uniform float64) Index {
 	return x
 }
 
-// The file of a map says what the index says, whether it has fewer pages than are written at once, as many, or more.
+// TestMapFile: the file of a map equals the index, with fewer pages than a single write takes, with as many, and with
+// more.
 func TestMapFile(t *testing.T) {
 	t.Parallel()
 	seed := suite.Seed(t)
@@ -68,7 +69,7 @@ func TestMapFile(t *testing.T) {
 	}
 }
 
-// BenchmarkMapFile is what it takes to write the map of a fragmented TiB beside the index that it is made of.
+// BenchmarkMapFile measures the memory to write the map of a fragmented TiB, beside the memory of the index.
 func BenchmarkMapFile(b *testing.B) {
 	x := patchwork(rand.New(rand.NewPCG(1, 1)), 1<<40/PageSize, 0)
 	b.ReportMetric(float64(x.Memory()), "index-bytes")
@@ -80,7 +81,7 @@ func BenchmarkMapFile(b *testing.B) {
 	}
 }
 
-// nowhere is written to in vain.
+// nowhere discards writes.
 type nowhere struct{ io.WriterAt }
 
 func (nowhere) WriteAt(p []byte, _ int64) (int, error) { return len(p), nil }
