@@ -86,7 +86,7 @@ const (
 
 const (
 	fixSize    = int64(3) * format.IntentsRegion
-	fixMapSize = int64(260) << 20 // five pages of the map, the last one short
+	fixMapSize = int64(260) << 20 // five pages of the map, the last page short
 	fixFarSize = int64(6) << 20
 	fixObject  = `{"spec":{"size":"48Mi"}}`
 	fixMount   = "ext4/sda1/4711"

@@ -116,7 +116,8 @@ func TestLayerContract(t *testing.T) {
 	}
 }
 
-// TestDigestIsOfContent has one content written in different ways: one digest. Another content or map: another one.
+// TestDigestIsOfContent: the same content has the same digest, however a writer wrote the content. Other content, or
+// another map, has another digest.
 func TestDigestIsOfContent(t *testing.T) {
 	ctx := context.Background()
 	d := newDisk(t)
@@ -163,7 +164,7 @@ func TestDigestIsOfContent(t *testing.T) {
 	if whole != parts || whole != twice {
 		t.Errorf("one content, digests %s, %s, %s", whole, parts, twice)
 	}
-	grown := digest(func(w block.LayerWriter) error { // and shrunk before that, and after
+	grown := digest(func(w block.LayerWriter) error { // with resizes between the writes
 		junk := bytes.Repeat([]byte("junk"), int(size/4))
 		if _, err := w.WriteAt(junk, 0); err != nil {
 			return err
@@ -192,7 +193,7 @@ func TestDigestIsOfContent(t *testing.T) {
 	}
 }
 
-// TestVerifyFindsDamage flips one bit in each file of a layer.
+// TestVerifyFindsDamage: Verify reports a flipped bit in each file of a layer.
 func TestVerifyFindsDamage(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()

@@ -32,7 +32,8 @@ func TestLifetimeEndsWithTheBootOrTheMount(t *testing.T) {
 	}
 }
 
-// The kernel tells each mount of a file system from the one before.
+// TestMountIdentityChangesWithEachMount: a mount of a file system keeps the same identity, and no earlier mount had the
+// same.
 func TestMountIdentityChangesWithEachMount(t *testing.T) {
 	for _, mkfs := range [][]string{
 		{"mkfs.ext4", "-q", "-b", "4096"}, {"mkfs.xfs", "-q"}, {"mkfs.btrfs", "-q", "-f"},
@@ -61,8 +62,9 @@ func TestMountIdentityChangesWithEachMount(t *testing.T) {
 	}
 }
 
-// A file system that was shut down and mounted again lost acknowledged writes although the machine did not restart: as
-// one of several members the replica refuses to be adopted.
+// TestAdoptAfterTheFileSystemWasMountedAgain: a file system which was shut down and mounted again lost acknowledged
+// writes, although the node did not restart. The replica refuses an adoption with other members, and accepts an
+// adoption as the only member.
 func TestAdoptAfterTheFileSystemWasMountedAgain(t *testing.T) {
 	dir, remount := mounted(t, 512<<20, ",commit=60", "mkfs.ext4", "-q", "-b", "4096")
 	ctx := context.Background()
@@ -108,7 +110,7 @@ func TestAdoptAfterTheFileSystemWasMountedAgain(t *testing.T) {
 	}
 }
 
-// shutDown stops an ext4 file system as an I/O error does: nothing is written to its device any more.
+// shutDown stops an ext4 file system as an I/O error does. The kernel writes nothing more to the device.
 func shutDown(t *testing.T, dir string) {
 	t.Helper()
 	const goingDown, noLogFlush = 0x8004587d, 2 // EXT4_IOC_SHUTDOWN, linux/ext4.h

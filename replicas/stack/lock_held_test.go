@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// gaveUp fails unless what waits for quiet does so for a moment only.
+// gaveUp fails unless a call which waits for quiet soon ends with Busy.
 func gaveUp(t *testing.T, what string, ended <-chan error) {
 	t.Helper()
 	select {
@@ -24,7 +24,8 @@ func gaveUp(t *testing.T, what string, ended <-chan error) {
 	}
 }
 
-// What needs all I/O to be over for a moment does not have it wait for a request that hangs, and is done later.
+// TestHoldsBesideIOThatHangs: an operation which needs the end of all I/O does not make other I/O wait for a hanging
+// request. The operation gives up, changes nothing, and succeeds later.
 func TestHoldsBesideIOThatHangs(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
@@ -58,7 +59,7 @@ func TestHoldsBesideIOThatHangs(t *testing.T) {
 			disk.set(true)
 			hangs := disk.later(r, block.OpDiscard, 5, 1, nil)
 			until(t, "the discard is on its way", func() bool { return disk.waiting() > 0 })
-			if err := r.onLoop(func() { disk.slow = false }); err != nil { // for what comes now
+			if err := r.onLoop(func() { disk.slow = false }); err != nil { // for the next requests
 				t.Fatal(err)
 			}
 			ended := make(chan error, 1)

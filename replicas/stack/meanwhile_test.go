@@ -15,7 +15,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// A cut that is committed while a collection is under way keeps its layer, wherever the collection is just then.
+// TestCollectDuringACut: garbage collection keeps the layer of a cut committed meanwhile, at whichever step the
+// collection is.
 func TestCollectDuringACut(t *testing.T) {
 	for _, at := range []struct{ name, op, file string }{
 		{"when the names are known", opOpen, layer.LayerFile},
@@ -69,7 +70,7 @@ func TestCollectDuringACut(t *testing.T) {
 	}
 }
 
-// A layer that is sealed while a collection is under way is no half-made one.
+// TestCollectDuringASeal: garbage collection keeps a layer sealed meanwhile.
 func TestCollectDuringASeal(t *testing.T) {
 	ctx := context.Background()
 	d := newDisk(t)
@@ -100,7 +101,8 @@ func TestCollectDuringASeal(t *testing.T) {
 	}
 }
 
-// What a collection cannot read it leaves where it is, and says so; the rest goes on.
+// TestCollectLeavesWhatItCannotRead: garbage collection keeps layers with unreadable records and reports the error.
+// Other orphans are removed.
 func TestCollectLeavesWhatItCannotRead(t *testing.T) {
 	ctx := context.Background()
 	d := newDisk(t)
@@ -140,7 +142,8 @@ func TestCollectLeavesWhatItCannotRead(t *testing.T) {
 	}
 }
 
-// A record that cannot be read any more while a collection is under way ends it: what it names stays.
+// TestCollectEndsWhereARecordIsDamagedMeanwhile: a record which becomes unreadable ends a garbage collection in
+// progress, and the referenced layers stay.
 func TestCollectEndsWhereARecordIsDamagedMeanwhile(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	d := newDisk(t)
@@ -175,8 +178,8 @@ func TestCollectEndsWhereARecordIsDamagedMeanwhile(t *testing.T) {
 	e.check(t, d, loop, spec.UID)
 }
 
-// finishedOnce is a layer that somebody finishes while another one is about to: the file whose opening is the moment,
-// before or after it was opened.
+// finishedOnce has finish complete a layer while a second process is about to do again. The moment is before or after
+// the second process opens the file.
 func finishedOnce(t *testing.T, d *Disk, file string, before bool, finish, again func(ctx context.Context, d *Disk) error, uid string) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -191,7 +194,7 @@ func finishedOnce(t *testing.T, d *Disk, file string, before bool, finish, again
 		if err := finish(context.Background(), d); err != nil {
 			t.Error(err)
 		}
-		cancel() // what the second one destroys it does not make again
+		cancel() // the second process cannot restore destroyed files
 	}
 	f.set(func(op, name string) (func(), error) {
 		switch {
@@ -203,7 +206,7 @@ func finishedOnce(t *testing.T, d *Disk, file string, before bool, finish, again
 		}
 		return once, nil
 	})
-	// Busy: a process that is being started may have the lock, too.
+	// Busy: a starting process may hold the lock, too.
 	if err := again(ctx, second); err != nil && !api.Is(err, api.Exists) && !api.Is(err, api.Busy) {
 		t.Errorf("the second one: %v", err)
 	}
@@ -215,7 +218,8 @@ func finishedOnce(t *testing.T, d *Disk, file string, before bool, finish, again
 	}
 }
 
-// A layer is finished once, whoever else was about to when it was.
+// TestFinishedByAnother: a layer is finished once, also if another process was about to finish, make or continue the
+// same layer.
 func TestFinishedByAnother(t *testing.T) {
 	ctx := context.Background()
 	made := func(t *testing.T, d *Disk) (string, block.CheckpointWriter) {
@@ -288,7 +292,8 @@ func TestFinishedByAnother(t *testing.T) {
 	})
 }
 
-// While a collection deletes what was removed, which may take long, layers can be named: snapshots do not wait for it.
+// TestCollectDeletesWithoutTheLock: garbage collection deletes trash, which may take long, without the disk's lock.
+// Snapshots need not wait.
 func TestCollectDeletesWithoutTheLock(t *testing.T) {
 	ctx := context.Background()
 	d := newDisk(t)
@@ -305,7 +310,7 @@ func TestCollectDeletesWithoutTheLock(t *testing.T) {
 		if op == opRemove && name == gone+"/data" {
 			var err error
 			for end := time.Now().Add(30 * time.Second); held && err == nil && time.Now().Before(end); {
-				held, err = d.Locked(d.Join(layer.LockFile)) // a process that is being started may have it, too
+				held, err = d.Locked(d.Join(layer.LockFile)) // a starting process may hold the lock, too
 			}
 			if err != nil {
 				t.Error(err)
@@ -321,8 +326,8 @@ func TestCollectDeletesWithoutTheLock(t *testing.T) {
 	}
 }
 
-// TestCollectWithoutDurableNames: while it is not sure that what is recorded is durable no layer is collected, and what is
-// in the trash is deleted nevertheless.
+// TestCollectWithoutDurableNames: garbage collection removes no layer while the records may not be durable, and still
+// deletes the trash.
 func TestCollectWithoutDurableNames(t *testing.T) {
 	ctx := context.Background()
 	d := newDisk(t)
@@ -330,7 +335,7 @@ func TestCollectWithoutDurableNames(t *testing.T) {
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
-	layerUID := d.Join(layer.Dir, string(api.NewUID())) // nobody makes it
+	layerUID := d.Join(layer.Dir, string(api.NewUID())) // a folder without a writer
 	gone := d.Join(trashDir, "gone.layers."+string(api.NewUID())+".1")
 	for _, dir := range []string{layerUID, gone} {
 		if err := os.Mkdir(dir, 0o700); err != nil {
@@ -357,8 +362,8 @@ func TestCollectWithoutDurableNames(t *testing.T) {
 	}
 }
 
-// TestCollectBesideAChange: what was named when a collection began is not collected by it, since nobody knows whether the
-// record that does not name it any more is durable.
+// TestCollectBesideAChange: garbage collection keeps a layer which had a reference at the start of the collection,
+// because the new record without the reference may not be durable.
 func TestCollectBesideAChange(t *testing.T) {
 	ctx, d := context.Background(), newDisk(t)
 	r, layer, _ := ofTwo(t, d, startLoop(t), make(expect))
@@ -377,7 +382,7 @@ func TestCollectBesideAChange(t *testing.T) {
 			return nil, nil
 		}
 		changed = true
-		return func() { // another process, killed before it made it durable
+		return func() { // another process, killed before the record was durable
 			m.Layers, m.Snapshots = nil, nil
 			if err := d.writeStack(d.Join(replicaDir, uid), m); err != nil {
 				t.Error(err)

@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// What is damaged while two layers are merged is not served, neither before the merge has ended nor after, whichever of
-// the two it came from, and gets no digest that matches it. What is beside it is served.
+// TestDamageWhileMerging: damage in the middle of a merge is not served, neither before nor after the end of the merge,
+// from whichever layer the data came. The damage gets no matching digest. Data beside the damage is served.
 func TestDamageWhileMerging(t *testing.T) {
 	t.Parallel()
 	ctx, loop := context.Background(), startLoop(t)
@@ -26,7 +26,7 @@ func TestDamageWhileMerging(t *testing.T) {
 	e := make(expect)
 	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size, Layers: []string{
 		filledLayer(t, d, size, []int64{10, 600, 601, 2000}, 1<<32, e),
-		filledLayer(t, d, size, []int64{11, 12, 601, 602, 2001, 3000}, 2<<32, e)}} // the larger one: the target
+		filledLayer(t, d, size, []int64{11, 12, 601, 602, 2001, 3000}, 2<<32, e)}} // the larger layer: the target
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
@@ -51,7 +51,7 @@ func TestDamageWhileMerging(t *testing.T) {
 		}
 		return err
 	}
-	for _, b := range []int64{10, 11, 600, 602} { // of either, where the merge has been
+	for _, b := range []int64{10, 11, 600, 602} { // from either layer, in the merged part
 		flipBit(t, name, b<<blockBits+99)
 		for _, at := range [][2]int64{{b, 1}, {b - 2, 40}, {0, size >> blockBits}} {
 			if err := read(at[0], at[1]); !errors.Is(err, unix.EIO) {
@@ -61,12 +61,12 @@ func TestDamageWhileMerging(t *testing.T) {
 		if err := read(13, 500); err != nil {
 			t.Fatalf("what is whole is not read: %v", err)
 		}
-		flipBit(t, name, b<<blockBits+99) // it is repaired
+		flipBit(t, name, b<<blockBits+99) // repairs the block
 		if err := read(0, size>>blockBits); err != nil {
 			t.Fatal(err)
 		}
 	}
-	// A checksum that is damaged does no harm where a digest can tell.
+	// A damaged checksum does no harm if a digest can tell.
 	flipBit(t, d.Join(layer.Dir, spec.Layers[1], layer.CRCsFile), 3000*crcSize)
 	r.forgetAll(t)
 	if err := read(0, size>>blockBits); err != nil {

@@ -19,7 +19,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// checksummed has every block of a layer match its own checksum: reads would ask the digest where one does not.
+// checksummed fails unless every block of a layer matches its checksum. A read does not notice a wrong checksum if the
+// digest is right.
 func checksummed(t *testing.T, d *Disk, uid string) {
 	t.Helper()
 	l, err := d.OpenLayer(uid, 0)
@@ -46,7 +47,7 @@ func checksummed(t *testing.T, d *Disk, uid string) {
 	}
 }
 
-// mergeStep merges layers above that of an image. Change is made to the record of the replica before.
+// mergeStep merges layers above an image's layer. Before the merge, change alters the replica's record.
 func mergeStep(name string, change func(t *testing.T, d *Disk, m *Meta), blocks ...[]int64) step {
 	s := mergeOf(name, 8<<20, change, blocks...)
 	s.third = 1
@@ -108,7 +109,7 @@ func mergeOf(name string, size int64, change func(t *testing.T, d *Disk, m *Meta
 var (
 	mergeThree = mergeStep("merge", func(*testing.T, *Disk, *Meta) {},
 		[]int64{1, 5, 600, 601, 900}, []int64{5, 6, 601, 700, 1500, 2047}, []int64{2})
-	// mergePieces have maps of three pieces, of which the second one has no page, and move all in two windows.
+	// mergePieces has maps of three pieces, the second piece without a page, and moves all data in two windows.
 	mergePieces = func() step {
 		s := mergeOf("merge with a map in pieces", 130<<20, func(*testing.T, *Disk, *Meta) {},
 			[]int64{1, 5, 600, 33000, 33001, 33279}, []int64{5, 6, 601, 33001, 33002})
@@ -128,7 +129,7 @@ var (
 	}, []int64{1, 5, 600, 601, 900}, []int64{5, 6, 601, 1500})
 )
 
-// allocatedIn is the room that the files in a folder take, each counted once.
+// allocatedIn is the space of the files in a folder, with links counted once.
 func allocatedIn(t *testing.T, dir string) (n int64) {
 	t.Helper()
 	seen := map[uint64]bool{}
@@ -152,8 +153,8 @@ func allocatedIn(t *testing.T, dir string) (n int64) {
 	return n
 }
 
-// Checksums of scattered data, which take as much room as the data, are not on the disk twice while they come to where
-// the larger layer has none, but for those of a window.
+// TestMergeMovesChecksums: the checksums of scattered data take as much space as the data. While a merge moves
+// checksums to places where the larger layer has no checksums, the disk has only the checksums of a window twice.
 func TestMergeMovesChecksums(t *testing.T) {
 	t.Parallel()
 	const size, pages = int64(260) << 20, 64
@@ -210,7 +211,7 @@ func TestMergeMovesChecksums(t *testing.T) {
 		if err := r.Close(); err != nil {
 			t.Fatal(err)
 		}
-		// Twice: 4 blocks of a window, and as many pages of checksums. Beside that the map (6 pages), digests, small files.
+		// Twice: 4 blocks of a window, and as many pages of checksums. In addition: the map (6 pages), digests, small files.
 		if room := most - before; len(layers) != 1 || room > 128<<10 || commits < 17 {
 			t.Errorf("up %v: %d KiB beside the layers, %d commits, layers %v", up, room>>10, commits, layers)
 		}
@@ -224,7 +225,8 @@ func TestMergeMovesChecksums(t *testing.T) {
 	}
 }
 
-// What the data path has in memory of the checksums that a merge changes is what the files say, once it reads there.
+// TestMergedChecksumsInMemory: a merge changes checksums in a file. Once the data path reads the merged part, the
+// checksums in memory equal the file.
 func TestMergedChecksumsInMemory(t *testing.T) {
 	t.Parallel()
 	ctx, l := context.Background(), startLoop(t)
@@ -272,7 +274,7 @@ func TestMergedChecksumsInMemory(t *testing.T) {
 	}
 }
 
-// Checksums that are lost in the middle of a merge are no damage.
+// TestMergeLosesChecksums: checksums lost in the middle of a merge are no damage.
 func TestMergeLosesChecksums(t *testing.T) {
 	t.Parallel()
 	ctx, l := context.Background(), startLoop(t)

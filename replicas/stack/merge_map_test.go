@@ -19,13 +19,13 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// While the map of a merge is there in part, everything is read as before: by who has the replica open, by who opens it
-// then, and as a whole; and the merge goes on from there.
+// TestMergeMapsInPieces: while a merge has written a part of the map, the open replica, a view and a newly opened
+// replica read the same data as before. The merge continues from there.
 func TestMergeMapsInPieces(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
 	ctx, loop := context.Background(), startLoop(t)
-	const size = int64(260) << 20 // five pages, the last one short
+	const size = int64(260) << 20 // five pages, the last page short
 	low := []int64{1, 600, 20000, 40000, 40001, 66000}
 	high := []int64{5, 600, 20001, 40001, 40002, 66001}
 	for _, up := range []bool{true, false} {
@@ -113,7 +113,7 @@ func TestMergeMapsInPieces(t *testing.T) {
 	}
 }
 
-// holds checks what was read at off.
+// holds checks the data read at off.
 func (e expect) holds(t testing.TB, off int64, buf []byte) {
 	t.Helper()
 	want := diskfs.AlignedBuffer(int(blockSize))
@@ -128,7 +128,8 @@ func (e expect) holds(t testing.TB, off int64, buf []byte) {
 	}
 }
 
-// However large the layers are, the map and the digests of what comes of them take no more than 64 MiB beside theirs.
+// TestMergeMapNeedsLittleRoom: the map and the digests of a merged layer take at most 64 MiB beside the old maps and
+// digests, however large the layers are.
 func TestMergeMapNeedsLittleRoom(t *testing.T) {
 	suite.Long(t)
 	t.Parallel()
@@ -191,7 +192,7 @@ func TestMergeMapNeedsLittleRoom(t *testing.T) {
 	}
 }
 
-// BenchmarkMergeSparse merges two layers of 100 GiB that hold 4 MiB each, scattered.
+// BenchmarkMergeSparse merges two layers of 100 GiB with 4 MiB of scattered data each.
 func BenchmarkMergeSparse(b *testing.B) {
 	ctx, size := context.Background(), int64(100)<<30
 	d, err := Add(ctx, b.TempDir())

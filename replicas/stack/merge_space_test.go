@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// written is how many bytes the device of a mounted file system was sent.
+// written is the number of bytes sent to the device of a mounted file system.
 func written(t *testing.T, dir string) int64 {
 	t.Helper()
 	h, err := os.Open(dir)
@@ -39,8 +39,8 @@ func written(t *testing.T, dir string) int64 {
 	return sectors * 512
 }
 
-// TestMergeNeedsLittleFreeSpace: a merge of layers that are larger than the free space needs no more than 64 MiB beside
-// the layers, and copies nothing where the file system can share blocks.
+// TestMergeNeedsLittleFreeSpace: a merge of layers larger than the free space needs at most 64 MiB beside the layers,
+// and copies nothing if the file system can share blocks.
 func TestMergeNeedsLittleFreeSpace(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {

@@ -13,13 +13,13 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// deeds are what programs are made of, and how often.
+// deeds has the kinds of deeds in programs, and how often a program has each.
 var deeds map[string]struct {
 	often int
 	do    func(w *model, d deed) error
 }
 
-func init() { // not a literal: the deeds look at it
+func init() { // not a literal: the deeds read the map
 	deeds = map[string]struct {
 		often int
 		do    func(w *model, d deed) error
@@ -55,10 +55,10 @@ func init() { // not a literal: the deeds look at it
 	}
 }
 
-// step does one deed, and what follows where the process or the power ended in it.
+// step does a deed, and recovers if the process or the power ended during the deed.
 func (w *model) step(d deed) error {
 	err := deeds[d.Do].do(w, d)
-	if cerr := w.d.Close(); err == nil { // removals in the background are part of it
+	if cerr := w.d.Close(); err == nil { // removals in the background belong to the deed
 		err = cerr
 	}
 	if w.p.fs.Killed() {
@@ -88,7 +88,7 @@ func (w *model) vol(a uint64) *mvol {
 	return w.vols[a%uint64(len(w.vols))]
 }
 
-// open opens a volume if it is not open.
+// open opens a volume, unless the volume is open.
 func (w *model) open(v *mvol) error {
 	if v.r != nil {
 		return nil
@@ -118,7 +118,7 @@ func (w *model) close(v *mvol) error {
 	return err
 }
 
-// pages drops the pages of an index that no I/O has used since the deed before.
+// pages drops the pages of an index without I/O since the deed before.
 func (w *model) pages(d deed) error {
 	v := w.vol(d.A)
 	if v == nil || v.r == nil {
@@ -159,7 +159,7 @@ func (w *model) make(v *mvol, layers []string) error {
 	return err
 }
 
-// io does one request; the model knows of it whether it is acknowledged or not.
+// io does a request, and updates the model for an acknowledged or a failed request.
 func (w *model) io(v *mvol, op block.Op, s block.Span, value uint64, fua bool) error {
 	var buf []byte
 	if op == block.OpWrite {
@@ -196,7 +196,7 @@ func (w *model) write(d deed) error {
 	return w.io(v, block.OpWrite, place(v.size, d.A, d.B), w.value(d.C>>8), d.C>>16%8 == 0)
 }
 
-// batch has several requests under way at once, that do not touch each other.
+// batch has several requests in progress at once, for disjoint ranges.
 func (w *model) batch(d deed) error {
 	v := w.vol(d.C)
 	if v == nil {
@@ -473,7 +473,7 @@ func (w *model) closeOne(d deed) error {
 	return w.close(v)
 }
 
-// restart is a process that ends as it should, and the next one.
+// restart ends the process in order and starts the next process.
 func (w *model) restart(deed) error {
 	for _, r := range w.readers {
 		if err := r.src.Close(); err != nil {
@@ -493,7 +493,7 @@ func (w *model) restart(deed) error {
 	return err
 }
 
-// layers are those of a volume, bottom first, that are or are not finished.
+// layers returns the finished or the unfinished layers of a volume, bottom first.
 func (w *model) layers(v *mvol, finished bool) ([]string, error) {
 	m, err := w.meta(v)
 	if err != nil {
@@ -530,7 +530,7 @@ func (w *model) finish(d deed) error {
 	return nil
 }
 
-// patience is a context that ends after some looks at it.
+// patience is a context which ends after some calls of Err.
 type patience struct {
 	context.Context
 	looks int

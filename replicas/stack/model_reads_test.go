@@ -48,7 +48,7 @@ func (w *model) read(d deed) error {
 	return err
 }
 
-// delta compares what the maps say of two snapshots of a volume with what these hold.
+// delta compares the changes between two snapshots of a volume, according to the maps, with the snapshots' content.
 func (w *model) delta(d deed) error {
 	v, s := w.snap(d.A, d.B)
 	if s == nil {

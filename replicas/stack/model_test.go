@@ -17,15 +17,15 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// The model test: random programs of everything that can be done with the replicas of a disk, with kills and losses of
-// power at any moment, against models that know every byte. A program that fails is made as short as it goes, and is
-// written to testdata/model, where it is replayed for ever.
+// The model test runs random programs of all operations on the replicas of a disk, with kills and power losses at any
+// moment, against models of every byte. The test shortens a failing program and writes the program to testdata/model,
+// for replays for ever.
 
-// modelPrograms is how many programs run where no time is set.
+// modelPrograms is the number of programs to run if no time is set.
 const modelPrograms = 60
 
-// A deed is one step of a program. What its numbers mean depends on what is there, so that a program makes sense with
-// any of its deeds left out.
+// A deed is a step of a program. The meaning of the numbers depends on the state of the disk, so that a program makes
+// sense without some of the deeds, too.
 type deed struct {
 	Do      string `json:"do"`
 	A, B, C uint64 `json:",omitempty"`
@@ -48,7 +48,7 @@ func program(seed uint64) []deed {
 	return list
 }
 
-// execute carries out a program on a disk of its own. What it returns is what the model does not allow.
+// execute carries out a program on a new disk. The error is a difference from the model.
 func execute(list []deed, on *modelLoop) (err error) {
 	dir, err := os.MkdirTemp("", "drover-model-")
 	if err != nil {
@@ -68,7 +68,7 @@ func execute(list []deed, on *modelLoop) (err error) {
 	return w.finale()
 }
 
-// shrink leaves out what a failing program does not need.
+// shrink leaves out the deeds which a failing program does not need.
 func shrink(list []deed, fails func([]deed) error, until time.Time) []deed {
 	for size := len(list) / 2; size > 0; size /= 2 {
 		for at := 0; at < len(list); {
@@ -86,8 +86,8 @@ func shrink(list []deed, fails func([]deed) error, until time.Time) []deed {
 	return list
 }
 
-// TestModelOfDisk runs a few programs, or programs of new seeds for as long as DROVER_MODEL says (`3h`). DROVER_SEED
-// runs the program of one seed alone.
+// TestModelOfDisk runs a few programs, or programs of new seeds for the time in DROVER_MODEL (`3h`). DROVER_SEED runs
+// the program of a single seed.
 func TestModelOfDisk(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -140,7 +140,7 @@ feed:
 	t.Logf("%d programs, %d steps", programs.Load(), steps.Load())
 }
 
-// TestModelReplays runs the programs that once failed.
+// TestModelReplays runs the programs which once failed.
 func TestModelReplays(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()

@@ -21,10 +21,10 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// modelLoop is the loop that a worker of the model test runs its programs on.
+// modelLoop is the loop on which a worker of the model test runs programs.
 type modelLoop struct{ *uring.Loop }
 
-// The blocks that programs touch: the first ones, and some around the border between two pages of the index.
+// The blocks which programs touch: the first blocks, and some around the border between two pages of the index.
 const (
 	hotLow    = int64(64)
 	hotHigh   = int64(32)
@@ -33,24 +33,24 @@ const (
 	largeSize = (highStart + hotHigh) << blockBits
 )
 
-// An image is what a volume or snapshot holds: a number for every sector that is not zero.
+// An image is the content of a volume or a snapshot: a number for every sector other than zero.
 type image map[int64]uint64
 
-// mvol is the model of one volume.
+// mvol is the model of a volume.
 type mvol struct {
 	uid      string
 	size     int64
 	now      image
-	maybe    map[int64][]uint64 // what a loss of power may bring back
-	flying   map[int64][]uint64 // what was being written when the process died
+	maybe    map[int64][]uint64 // values which a power loss may bring back
+	flying   map[int64][]uint64 // values which the process was writing at the kill
 	snaps    []*msnap
 	epoch    int64
 	r        *Replica
-	head     string // its name, before a revert that a crash interrupted
-	target   image  // what that revert was to bring
+	head     string // the head's name, before a revert which a crash interrupted
+	target   image  // the content after the interrupted revert
 	grow     int64
 	spec     Spec
-	creating bool // whether it is there is open, until after a crash
+	creating bool // the replica may or may not exist, until after a crash
 	removing bool
 }
 
@@ -59,26 +59,26 @@ type msnap struct {
 	uid      string
 	size     int64
 	img      image
-	pending  bool // whether it is there is open
+	pending  bool // the snapshot may or may not exist
 	dropping bool
 }
 
-// mreader is somebody who has a snapshot open.
+// mreader is a reader of an open snapshot.
 type mreader struct {
 	src block.Source
 	img image
 }
 
-// mimage is an image record that names a snapshot's layers.
+// mimage is the model of an image record with a snapshot's layers.
 type mimage struct {
 	rec      block.Image
 	size     int64
 	img      image
-	open     bool // whether it is there is open
+	open     bool // the record may or may not exist
 	removing bool
 }
 
-// model is a disk and what it must hold.
+// model is a disk and the content which the disk must hold.
 type model struct {
 	dir     string
 	loop    *modelLoop
@@ -111,7 +111,7 @@ func newModel(on *modelLoop, dir string) (*model, error) {
 	return w, err
 }
 
-// openModel opens a disk on which a merge has many windows.
+// openModel opens a disk with small windows, so that a merge has many.
 func openModel(f *lossy.FS, root string) (*Disk, error) {
 	d, err := openOn(f, root)
 	if err == nil {
@@ -133,7 +133,7 @@ func (w *model) abandon() {
 	_ = w.p.fs.Close()
 }
 
-// mark is the content of a sector that holds the number v.
+// mark is the content of a sector with the number v.
 func mark(v uint64, sector int64) uint64 {
 	if v == 0 {
 		return 0
@@ -147,7 +147,7 @@ func fillBlocks(b []byte, v uint64, off int64) {
 	}
 }
 
-// sectors compares what is read at off with what it may be, and calls found with the number of each sector.
+// sectors checks the data read at off, and calls found with the number of each sector.
 func sectors(b []byte, off int64, found func(sector int64, v uint64) error) error {
 	for i := 0; i < len(b); i += 512 {
 		sector := (off + int64(i)) / 512
@@ -167,7 +167,7 @@ func sectors(b []byte, off int64, found func(sector int64, v uint64) error) erro
 	return nil
 }
 
-// hot are the ranges of a volume that may hold something.
+// hot returns the ranges of a volume which may hold data.
 func hot(size int64) []block.Span {
 	all := []block.Span{{Off: 0, Len: min(size, smallSize)}}
 	if size > highStart<<blockBits {
@@ -190,7 +190,7 @@ func place(size int64, a, b uint64) block.Span {
 	return block.Span{Off: g.Off + first<<blockBits, Len: n << blockBits}
 }
 
-// readSource calls found for every sector that a source says holds data or may hold any.
+// readSource calls found for every sector in the data extents of a source.
 func readSource(src block.Source, found func(sector int64, v uint64) error) error {
 	for off := int64(0); off < src.Size(); {
 		e, err := src.Next(off)
@@ -229,7 +229,7 @@ func same(src block.Source, img image) error {
 	return err
 }
 
-// becomes says what a range holds from now on; whether it is durable is open.
+// becomes records the content of a range from now on, which may not be durable yet.
 func (v *mvol) becomes(s block.Span, value uint64) {
 	for i := s.Off / 512; i < (s.Off+s.Len)/512; i++ {
 		if v.now[i] != value || len(v.maybe[i]) > 0 {
@@ -239,7 +239,7 @@ func (v *mvol) becomes(s block.Span, value uint64) {
 	}
 }
 
-// flies says that a range may hold something, as the process died.
+// flies records the possible content of a range after the death of the process.
 func (v *mvol) flies(s block.Span, value uint64) {
 	for i := s.Off / 512; i < (s.Off+s.Len)/512; i++ {
 		v.flying[i] = append(v.flying[i], value)
@@ -252,7 +252,7 @@ func newVol(uid string, size int64, img image) *mvol {
 	return &mvol{uid: uid, size: size, now: maps.Clone(img), maybe: map[int64][]uint64{}, flying: map[int64][]uint64{}}
 }
 
-// settle reads a volume after a crash and takes what it holds for what it is, if that is allowed.
+// settle reads a volume after a crash, and takes the content into the model if the model allows the content.
 func (v *mvol) settle(src block.Source, power bool) error {
 	if v.target != nil { // a revert had begun
 		if v.head != "" {
@@ -302,7 +302,7 @@ func (v *mvol) settle(src block.Source, power bool) error {
 	return nil
 }
 
-// crash is the end of the process, or of power, and what comes after.
+// crash handles the end of the process or the power, and starts the next process.
 func (w *model) crash() error {
 	for _, r := range w.readers {
 		_ = r.src.Close()
@@ -310,7 +310,7 @@ func (w *model) crash() error {
 	w.readers = nil
 	for _, v := range w.vols {
 		if v.r != nil {
-			_ = v.r.Close() // of the dead: it makes nothing durable
+			_ = v.r.Close() // the dead process makes nothing durable
 			v.r = nil
 		}
 	}
@@ -349,7 +349,7 @@ func (w *model) crash() error {
 	return nil
 }
 
-// recount finds out what is there of what was under way, and compares everything.
+// recount finds out which interrupted operations took effect, and compares everything.
 func (w *model) recount() error {
 	list, err := w.d.Replicas()
 	if err != nil {
@@ -359,7 +359,7 @@ func (w *model) recount() error {
 	for _, m := range list {
 		metas[m.UID] = m
 	}
-	// What was asked for is asked for again: nobody was told that it is done.
+	// The new process repeats the interrupted requests, because the requests were not answered.
 	var errs []error
 	w.vols = slices.DeleteFunc(w.vols, func(v *mvol) bool {
 		_, there := metas[v.uid]
@@ -430,7 +430,7 @@ func (w *model) recountSnapshots(v *mvol, m Meta) error {
 	there := func(s *msnap) bool {
 		return slices.ContainsFunc(m.Snapshots, func(o Snapshot) bool { return o.UID == s.uid })
 	}
-	if err := w.d.SyncRecord(v.uid); err != nil { // for what was being dropped
+	if err := w.d.SyncRecord(v.uid); err != nil { // for dropped snapshots
 		return err
 	}
 	v.snaps = slices.DeleteFunc(v.snaps, func(s *msnap) bool { return !there(s) && (s.pending || s.dropping) })
@@ -438,11 +438,11 @@ func (w *model) recountSnapshots(v *mvol, m Meta) error {
 		if !there(s) {
 			return fmt.Errorf("snapshot %s is gone", s.uid)
 		}
-		if s.pending { // nothing was written after it
+		if s.pending { // no write followed the cut
 			s.img, s.pending = maps.Clone(v.now), false
 		}
 		s.dropping = false
-		// Nobody is told that it is there before this.
+		// No snapshot is reported before the sync.
 		k := slices.IndexFunc(m.Snapshots, func(o Snapshot) bool { return o.UID == s.uid })
 		if err := w.d.SyncRecord(v.uid, m.Snapshots[k].Layer); err != nil {
 			return err
@@ -461,7 +461,7 @@ func (w *model) meta(v *mvol) (Meta, error) {
 	return w.d.Stack(v.uid)
 }
 
-// check compares everything with its model.
+// check compares everything with the model.
 func (w *model) check() error {
 	for _, v := range w.vols {
 		m, err := w.meta(v)
@@ -509,7 +509,7 @@ func (w *model) check() error {
 func (w *model) checkStack(layers []string, size int64, img image) error {
 	src, err := w.d.OpenStack(layers, size)
 	if api.Is(err, api.Busy) {
-		return nil // readable when the merge is done
+		return nil // readable after the merge
 	}
 	if err != nil {
 		return err
@@ -536,7 +536,7 @@ func (w *model) checkOpen(v *mvol) error {
 	return nil
 }
 
-// finale compares everything, then removes everything, and nothing may be left.
+// finale compares everything, then removes everything, and no file may be left.
 func (w *model) finale() error {
 	w.p.fs.KillAfter(-1)
 	if err := w.check(); err != nil {
@@ -564,7 +564,7 @@ func (w *model) finale() error {
 	}
 	w.vols, w.images = nil, nil
 	err := w.d.Collect(ctx, 0)
-	for end := time.Now().Add(time.Minute); err == nil && time.Now().Before(end); { // a process that is being started holds some
+	for end := time.Now().Add(time.Minute); err == nil && time.Now().Before(end); { // a starting process holds some layers
 		if left, lerr := w.d.FS.ReadDir(w.d.Join(layer.Dir)); lerr != nil || len(left) == 0 {
 			break
 		}

@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// lostSource is an open replica whose only layer is on another machine, which is cut off.
+// lostSource opens a replica with a single layer, from another node which then fails.
 func lostSource(t *testing.T, size int64) (r *Replica, loop ring, far *farther) {
 	t.Helper()
 	far, d := &farther{disk: newDisk(t)}, newDisk(t)
@@ -41,7 +41,7 @@ func lostSource(t *testing.T, size int64) (r *Replica, loop ring, far *farther) 
 	return r, l, far
 }
 
-// once submits a request and returns its answer, whatever that is.
+// once submits a request and returns the answer.
 func once(t *testing.T, loop ring, r *Replica, op block.Op, off, n int64) error {
 	t.Helper()
 	done := make(chan error, 1)
@@ -56,7 +56,8 @@ func once(t *testing.T, loop ring, r *Replica, op block.Op, off, n int64) error 
 	}
 }
 
-// A read of blocks that another machine has is answered before they are fetched, and tells when they were.
+// TestReadOfWhatIsNotFetchedIsAnsweredAtOnce: a replica answers a read of blocks on another node before the blocks were
+// fetched, and reports when the blocks were fetched.
 func TestReadOfWhatIsNotFetchedIsAnsweredAtOnce(t *testing.T) {
 	t.Parallel()
 	r, loop, far := lostSource(t, 8<<20)
@@ -76,8 +77,8 @@ func TestReadOfWhatIsNotFetchedIsAnsweredAtOnce(t *testing.T) {
 	}
 }
 
-// While reads ask for a source that is lost, a newer session is adopted, the same one again, the volume is made larger,
-// its record is written, and it is closed: none of that waits for the source.
+// TestNothingWaitsForALostSource: while reads ask for a lost source, the replica adopts the same session and a newer
+// session, expands, writes the record, writes blocks, takes a snapshot, and closes. No operation waits for the source.
 func TestNothingWaitsForALostSource(t *testing.T) {
 	t.Parallel()
 	const size = 8 << 20
@@ -113,14 +114,15 @@ func TestNothingWaitsForALostSource(t *testing.T) {
 	}
 }
 
-// slowAll is a slowDisk whose reads are slow as well.
+// slowAll is a slowDisk with slow reads, too.
 type slowAll struct{ *slowDisk }
 
 func (s slowAll) Read(op *uring.Op, fd int, buf []byte, off int64) {
 	s.do(func() { s.Loop.Read(op, fd, buf, off) })
 }
 
-// An adoption waits for the writes of the session before it, and for no read. That of the same session waits for nothing.
+// TestAdoptDrainsWritesAlone: an adoption waits for the writes of the session before, and for no read. An adoption of
+// the same session does not wait.
 func TestAdoptDrainsWritesAlone(t *testing.T) {
 	t.Parallel()
 	const size = 4 << 20
@@ -135,7 +137,7 @@ func TestAdoptDrainsWritesAlone(t *testing.T) {
 		}
 		hangs := disk.later(r, op, 5, 1, buf)
 		until(t, "the request is with the disk", func() bool { return disk.waiting() > 0 })
-		if err := r.onLoop(func() { disk.slow = false }); err != nil { // for what comes now
+		if err := r.onLoop(func() { disk.slow = false }); err != nil { // for the next requests
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -161,7 +163,8 @@ func TestAdoptDrainsWritesAlone(t *testing.T) {
 	}
 }
 
-// Chunks that no source can give, more than are fetched at once, do not keep others from being fetched.
+// TestDamagedChunksStarveNoOthers: chunks which no source can give, more than the disk fetches at once, do not keep the
+// disk from fetching other chunks.
 func TestDamagedChunksStarveNoOthers(t *testing.T) {
 	t.Parallel()
 	const size, bad = 16 * chunkSize, 2 * layer.FetchesAtOnce

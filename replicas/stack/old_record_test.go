@@ -9,7 +9,8 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// TestRecordOfAnOlderProgramIsRead: stack.json of an older program has a field that nothing reads any more.
+// TestRecordOfAnOlderProgramIsRead: stack.json of an older program has a field which no code reads any more, and is
+// still read.
 func TestRecordOfAnOlderProgramIsRead(t *testing.T) {
 	d, uid := newDisk(t), string(api.NewUID())
 	if err := d.CreateReplica(t.Context(), Spec{UID: uid, Volume: "v", VolumeUID: string(api.NewUID()), Size: 1 << 20}); err != nil {

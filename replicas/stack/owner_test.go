@@ -19,8 +19,8 @@ import (
 
 const childEnv = "DROVER_STACK_CHILD"
 
-// child is a process that writes to a replica without end, many writes in flight, and cuts it again and again if its
-// volume is called cuts.
+// child is a process which writes to a replica without end, with many writes in flight. If the volume is called cuts,
+// the child cuts the replica again and again.
 func child(root, uid string) error {
 	d, err := Open(root)
 	if err != nil {
@@ -70,8 +70,8 @@ func child(root, uid string) error {
 	}
 }
 
-// TestDeadCutter kills a process that cuts while it writes, wherever it is. What it left under way must not come to a
-// layer after somebody has opened the replica and counts on it; TestLateWriteOfADeadCutter has a write that is late.
+// TestDeadCutter: a process is killed at any point of cuts and writes. No write in progress reaches a layer after
+// another process has opened the replica and relies on the layer. TestLateWriteOfADeadCutter has a late write.
 func TestDeadCutter(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
