@@ -64,7 +64,7 @@ func TestMergedBeforeAKill(t *testing.T) {
 					}
 					return nil
 				})
-				_ = r.Close() // ends the killed process
+				_ = r.Close() // closes the killed process's replica
 				again := p.disk(t)
 				patient(t, func() error { return next(again, lower, upper) })
 				p = p.crash(t, rand.New(rand.NewPCG(seed, 2)))

@@ -90,7 +90,7 @@ var (
 	sumOfThose = regexp.MustCompile(`"sha256": "[0-9a-f]{64}"`)
 )
 
-// alike removes the parts of a text in which any two runs differ. A checksum is verified by the reader of its record.
+// alike removes the parts of a text in which any two runs differ. The readers of records verify the checksums.
 func alike(s string) string {
 	s = randomUID.ReplaceAllStringFunc(s, func(uid string) string {
 		if strings.HasPrefix(uid, fixedUID) || strings.HasPrefix(uid, volumeOf(fixedUID)) {

@@ -140,8 +140,8 @@ func TestDeadCutter(t *testing.T) {
 	}
 }
 
-// TestDeadOwner kills a process in the middle of its writes. The next opener must not be overtaken by what the dead
-// process left under way: whatever it writes then stays.
+// TestDeadOwner: a process is killed in the middle of writes. No write in progress reaches the disk after the writes of
+// the next opener.
 func TestDeadOwner(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -173,7 +173,7 @@ func TestDeadOwner(t *testing.T) {
 			t.Fatalf("open while the owner lives: %v", err)
 		}
 		cmd.Process.Kill()
-		// Not waited for yet: exactly then its last I/O is under way.
+		// The test does not wait for the process yet: just then the last I/O is in progress.
 		var r *Replica
 		for {
 			if r, err = d.OpenReplica(ctx, spec.UID, loop); !api.Is(err, api.Busy) {

@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// mergeable is an open replica with two layers of one block each that can be merged, and a head with another one.
+// mergeable opens a replica with two mergeable layers of a block each, and a head with another block.
 func mergeable(t *testing.T, disk ring, d *Disk, size int64) *Replica {
 	t.Helper()
 	ctx := context.Background()
@@ -48,7 +48,7 @@ func mergeable(t *testing.T, disk ring, d *Disk, size int64) *Replica {
 	return r
 }
 
-// goesOn fails unless the replica answers reads, of what a merge moves too.
+// goesOn fails unless the replica answers reads, also of blocks which a merge moves.
 func goesOn(t *testing.T, s *slowDisk, r *Replica, when string) {
 	t.Helper()
 	for b := range int64(3) {
@@ -64,7 +64,7 @@ func goesOn(t *testing.T, s *slowDisk, r *Replica, when string) {
 	}
 }
 
-// A merge that keeps to a rate rests while I/O goes on, and so do snapshots.
+// TestMergeRestsWithoutIOHeld: while a throttled merge rests, I/O and snapshots continue.
 func TestMergeRestsWithoutIOHeld(t *testing.T) {
 	t.Parallel()
 	disk := &slowDisk{Loop: startLoop(t)}
@@ -92,7 +92,8 @@ func TestMergeRestsWithoutIOHeld(t *testing.T) {
 	goesOn(t, disk, r, "after it was interrupted")
 }
 
-// A merge does not have all I/O wait for some that hangs, and goes on when that is over.
+// TestMergeBesideIOThatHangs: a merge does not make other I/O wait for a hanging request, and continues after the
+// request ended.
 func TestMergeBesideIOThatHangs(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -101,7 +102,7 @@ func TestMergeBesideIOThatHangs(t *testing.T) {
 	disk.set(true)
 	hangs := disk.later(r, block.OpWrite, 5, 1, numbered(6))
 	until(t, "the write is on its way", func() bool { return disk.waiting() > 0 })
-	if err := r.onLoop(func() { disk.slow = false }); err != nil { // for what comes now
+	if err := r.onLoop(func() { disk.slow = false }); err != nil { // for the next requests
 		t.Fatal(err)
 	}
 	over, stop := context.WithCancel(context.Background())
@@ -137,8 +138,9 @@ func TestMergeBesideIOThatHangs(t *testing.T) {
 	goesOn(t, disk, r, "after the merge")
 }
 
-// What a process recorded as moved and did not come to remove is removed by the next one: at no time is more than a
-// window on the disk twice, however often a merge is interrupted.
+// TestInterruptedMergeLeavesNothingTwice: a process recorded data as moved and ended before the removal of the old
+// data. The next process removes the old data. At no time is more than a window on the disk twice, however often a
+// merge is interrupted.
 func TestInterruptedMergeLeavesNothingTwice(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()

@@ -12,7 +12,8 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// A quota that is used up is a full disk: the engine holds such writes, and must not give the guest an error.
+// TestQuotaIsAFullDisk: a write beyond a quota fails like a write to a full disk. The engine holds such writes and must
+// not give the guest an error.
 func TestQuotaIsAFullDisk(t *testing.T) {
 	t.Parallel()
 	dir, _ := mounted(t, 300<<20, "", "mkfs.btrfs", "-q", "-f")

@@ -9,8 +9,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// Layers that are here by now, and are still read from another disk or machine, are not merged: what moves from one to
-// the other would not be found where it is looked for.
+// TestNoMergeOfWhatIsReadAway: a replica has copies of layers, but still reads the layers from another disk or node.
+// The replica does not merge such layers, because reads would miss the moved blocks.
 func TestNoMergeOfWhatIsReadAway(t *testing.T) {
 	t.Parallel()
 	const size = 8 << 20
@@ -54,11 +54,11 @@ func TestNoMergeOfWhatIsReadAway(t *testing.T) {
 			for _, l := range spec.Layers {
 				bring(t, far.disk, d, l)
 			}
-			// aWindow carries the first window of a merge, and reports whether there is one.
+			// aWindow carries the first window of a merge, and reports whether a merge began.
 			aWindow := func() bool {
 				t.Helper()
 				w, err := r.beginMerge()
-				for errors.Is(err, errRead) { // a process that is being started has a layer's lock
+				for errors.Is(err, errRead) { // a starting process has a layer's lock
 					w, err = r.beginMerge()
 				}
 				if w == nil || err != nil {

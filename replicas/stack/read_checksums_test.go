@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// flipBit changes one bit of a file.
+// flipBit changes a bit of a file.
 func flipBit(t testing.TB, name string, at int64) {
 	t.Helper()
 	f, err := os.OpenFile(name, os.O_RDWR, 0)
@@ -36,7 +36,7 @@ func flipBit(t testing.TB, name string, at int64) {
 	}
 }
 
-// until waits for what happens in the background.
+// until waits for a change in the background.
 func until(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	for end := time.Now().Add(5 * time.Minute); !ok(); {
@@ -46,8 +46,8 @@ func until(t testing.TB, what string, ok func() bool) {
 	}
 }
 
-// Damage that no scrub has found is not served: not by a volume, not by a view, not by a layer that is read. It is
-// recorded and told, and when it is repaired the next read finds that out.
+// TestReadsAreCompared: damage which no scrub has found is not served, neither by a volume, nor by a view, nor by a
+// reader of the layer. The disk records and reports the damage. After a repair, the next read removes the record.
 func TestReadsAreCompared(t *testing.T) {
 	t.Parallel()
 	ctx, loop := context.Background(), startLoop(t)
@@ -94,7 +94,7 @@ func TestReadsAreCompared(t *testing.T) {
 	if list := d.Damaged(layerUID); !slices.Equal(list, bad) {
 		t.Fatalf("recorded: %v", list)
 	}
-	// Others that have it open know.
+	// Other replicas with the layer open know the damage.
 	buf := diskfs.AlignedBuffer(int(blockSize))
 	if err := issue(loop, other, block.OpRead, at, blockSize, buf, false); !errors.Is(err, unix.EIO) {
 		t.Fatalf("damage was served: %v", err)
@@ -105,8 +105,8 @@ func TestReadsAreCompared(t *testing.T) {
 	if did, err := r.Merge(ctx, MergeOptions{}); did || err != nil {
 		t.Fatal(did, err)
 	}
-	_ = d.Close()             // what was found is recorded
-	flipBit(t, data, at+4095) // it is repaired
+	_ = d.Close()             // waits for the record of the damage
+	flipBit(t, data, at+4095) // repairs the block
 	if got, err := read(at, 64<<10); err != nil || !bytes.Equal(got, whole[at:][:64<<10]) {
 		t.Fatalf("what was repaired is not read: %v", err)
 	}
@@ -114,7 +114,7 @@ func TestReadsAreCompared(t *testing.T) {
 	if list := d.Damaged(layerUID); len(list) > 0 {
 		t.Fatalf("still recorded: %v", list)
 	}
-	// A checksum that is damaged does no harm.
+	// A damaged checksum does no harm.
 	flipBit(t, crcs, 600*crcSize)
 	r.forgetAll(t)
 	if got, err := read(at, 64<<10); err != nil || !bytes.Equal(got, whole[at:][:64<<10]) {
@@ -157,7 +157,7 @@ func TestReadsAreCompared(t *testing.T) {
 	<-told
 }
 
-// cloneOf is a second replica on the same layers.
+// cloneOf makes a second replica on the same layers.
 func cloneOf(t *testing.T, d *Disk, spec Spec) string {
 	t.Helper()
 	spec.UID, spec.VolumeUID, spec.Volume = string(api.NewUID()), string(api.NewUID()), "clone"
@@ -179,8 +179,8 @@ func (r *Replica) forgetAll(t *testing.T) {
 	}
 }
 
-// A layer that was cut off is compared as soon as it has its digests, under the volume that has it open; so is one that
-// was made before there were checksums.
+// TestReadsAreComparedOnceFinished: reads of an open volume compare a cut layer as soon as the layer has digests, and
+// also a layer from a version without checksums.
 func TestReadsAreComparedOnceFinished(t *testing.T) {
 	t.Parallel()
 	ctx, c := context.Background(), newChained(t)
@@ -243,7 +243,7 @@ func TestReadsAreComparedOnceFinished(t *testing.T) {
 	}
 }
 
-// The cache of checksums keeps to its bound.
+// TestChecksumCacheIsBounded: the cache of checksums keeps to the bound.
 func TestChecksumCacheIsBounded(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	d := newDisk(t)
@@ -271,7 +271,7 @@ func TestChecksumCacheIsBounded(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := crcPagesUsed.Load()
-	crcPagesUsed.Add(crcPagesAll) // others have all
+	crcPagesUsed.Add(crcPagesAll) // other replicas have all pages
 	buf := diskfs.AlignedBuffer(int(blockSize))
 	for range 2 {
 		for off := int64(0); off < size; off += 4 << 20 {

@@ -14,7 +14,7 @@ import (
 )
 
 // TestReferencesFollowTheRecords: the cached references of a record count only while the record is the same file. A
-// record that another process replaced, removed or damaged is read again at once.
+// record replaced, removed or damaged by another process is read again at once.
 func TestReferencesFollowTheRecords(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -59,7 +59,7 @@ func TestReferencesFollowTheRecords(t *testing.T) {
 		return layers
 	}
 	put(a)
-	<-time.After(layer.SteadyAge + 100*time.Millisecond) // the record is old enough to be kept
+	<-time.After(layer.SteadyAge + 100*time.Millisecond) // the record is old enough for the cache
 	for range 2 {
 		if got := named(); !slices.Equal(got, []string{a}) {
 			t.Fatalf("%v", got)
@@ -90,8 +90,8 @@ func TestReferencesFollowTheRecords(t *testing.T) {
 	}
 }
 
-// TestRemovalReportsMergeableReplicas: the removal of a replica reports whether another replica now has a layer for
-// itself, which may be merged. Without such a layer, the caller need not search the disk.
+// TestRemovalReportsMergeableReplicas: the removal of a replica reports whether another replica is now the only user of
+// a layer, which may be merged. Without such a layer, the caller need not search the disk.
 func TestRemovalReportsMergeableReplicas(t *testing.T) {
 	t.Parallel()
 	d := newDisk(t)
@@ -132,7 +132,7 @@ func TestRemovalReportsMergeableReplicas(t *testing.T) {
 	}
 	take("the image names it, too", unread, false)
 	third := clone()
-	if err := d.toTrash(imagesDir, gonePrefix, images[0]); err != nil { // else its layer is not a replica's alone
+	if err := d.toTrash(imagesDir, gonePrefix, images[0]); err != nil { // otherwise the image shares the layer
 		t.Fatal(err)
 	}
 	take("two others name it", third, false)

@@ -19,7 +19,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// fromDisk lets d read layers of another disk of the machine.
+// fromDisk lets d read layers of another disk of the node.
 func fromDisk(d, other *Disk) {
 	d.Sources(func() []*Disk { return []*Disk{other} },
 		func(ctx context.Context, l RemoteLayer, off int64, buf []byte, check func([]byte) error) error {
@@ -32,7 +32,7 @@ func fromDisk(d, other *Disk) {
 		})
 }
 
-// onTwoDisks makes a layer on one disk, and an open replica of it on another.
+// onTwoDisks makes a layer on disk a, and opens a replica of the layer on disk b.
 func onTwoDisks(t *testing.T, size int64) (a, b *Disk, layer, uid string, r *Replica, loop ring, model []byte) {
 	t.Helper()
 	ctx := context.Background()
@@ -84,7 +84,8 @@ func bring(t *testing.T, from, to *Disk, layer string) {
 	}
 }
 
-// A replica reads a layer of another disk until its own is finished, and then needs the other disk no more.
+// TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere: a replica reads a layer from another disk until the copy on the own
+// disk is finished. Then the replica needs the other disk no more.
 func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -95,7 +96,7 @@ func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 		t.Fatalf("it reads %v from elsewhere", got)
 	}
 	compareAll(t, loop, r, model)
-	if err := r.Localize(ctx); err != nil { // nothing is here yet
+	if err := r.Localize(ctx); err != nil { // no copy exists yet
 		t.Fatal(err)
 	}
 	stop, ended := make(chan struct{}), make(chan error, 1)
@@ -146,7 +147,7 @@ func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 	}
 }
 
-// localizeAll repeats Localize, which leaves layers open that I/O on a busy machine has not left in time.
+// localizeAll repeats Localize, which leaves a layer open while I/O on a busy node still uses the layer.
 func localizeAll(t *testing.T, r *Replica) {
 	t.Helper()
 	end := time.Now().Add(time.Minute)
@@ -159,8 +160,9 @@ func localizeAll(t *testing.T, r *Replica) {
 	}
 }
 
-// Of a layer that is read on another disk each chunk is written home by its first read: a later process reads it there,
-// also when the other disk is gone. What is not home yet waits for that disk; writes go on, and the replica is closed.
+// TestFirstReadBringsAChunkHome: the first read of a chunk on another disk writes the chunk to the own disk. A later
+// process reads the chunk there, also without the other disk. Reads of other chunks wait for the other disk. Writes
+// continue, and the replica can be closed.
 func TestFirstReadBringsAChunkHome(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -201,7 +203,7 @@ func TestFirstReadBringsAChunkHome(t *testing.T) {
 	if err := os.Rename(a.Join(layer.Dir, layerUID), away); err != nil {
 		t.Fatal(err)
 	}
-	if b, err = Open(b.Root); err != nil { // as a new process, which sees no other disk
+	if b, err = Open(b.Root); err != nil { // as a new process which sees no other disk
 		t.Fatal(err)
 	}
 	defer b.Close()
@@ -232,7 +234,8 @@ func TestFirstReadBringsAChunkHome(t *testing.T) {
 	}
 }
 
-// A source that loses a layer after reads began keeps those of other chunks waiting, until it has the layer again.
+// TestReadsGoOnWhenTheOtherDiskIsBack: a source loses a layer after reads began. Reads of other chunks wait until the
+// source has the layer again.
 func TestReadsGoOnWhenTheOtherDiskIsBack(t *testing.T) {
 	t.Parallel()
 	a, b, layerUID, _, r, loop, model := onTwoDisks(t, 8<<20)
@@ -262,8 +265,9 @@ func TestReadsGoOnWhenTheOtherDiskIsBack(t *testing.T) {
 	compareAll(t, loop, r, model)
 }
 
-// A layer that its disk has cut off a moment ago has no digests yet: it is read all the same, at once, and what has
-// come is compared with its checksums. When it is finished it is copied, and the copy takes over.
+// TestFrozenLayerOfAnotherDisk: another disk has cut a layer a moment ago, and the layer has no digests yet. The
+// replica reads the layer at once and compares fetched chunks with checksums. The finished layer is copied, and the
+// copy takes over.
 func TestFrozenLayerOfAnotherDisk(t *testing.T) {
 	t.Parallel()
 	c := newChained(t)
@@ -300,7 +304,7 @@ func TestFrozenLayerOfAnotherDisk(t *testing.T) {
 		}
 		b += m
 	}
-	flip(t, b, top, off, model[off]) // of what is home: fetched again, not served
+	flip(t, b, top, off, model[off]) // in a fetched chunk: fetched again, not served
 	compareAll(t, c.loop, r, model)
 	for _, uid := range pin.Layers {
 		if err := b.CopyLayer(ctx, c.d, uid, CopyOptions{}); err != nil {
@@ -317,8 +321,8 @@ func TestFrozenLayerOfAnotherDisk(t *testing.T) {
 	}
 }
 
-// A replica that cannot read a layer of another disk now, because that is being cut off or the own disk is full, is not
-// taken for one that lacks the layer for good.
+// TestFailedHydrationIsNoMissingLayer: a replica cannot hydrate a layer for the moment, because the other disk is
+// cutting the layer or the own disk is full. The error does not report a missing layer.
 func TestFailedHydrationIsNoMissingLayer(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
@@ -350,8 +354,7 @@ func TestFailedHydrationIsNoMissingLayer(t *testing.T) {
 	}
 }
 
-// hydrateStep is all that a replica does with a layer of another disk: its first open, reads, and the record of what
-// came.
+// hydrateStep does all operations on a layer of another disk: the first open, reads, and the record of fetched chunks.
 var hydrateStep = step{name: "hydrate from another disk", setup: func(t *testing.T, d *Disk, i *ids) {
 	i.from = newDisk(t)
 	i.makeLayer(t, i.from)

@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// TestRepairRestoresEveryFileOfALayer: whatever happened to the files of a layer, a repair restores the layer from
-// another copy, and open readers of the layer continue.
+// TestRepairRestoresEveryFileOfALayer: a repair restores a layer from another copy after any damage of the files, and
+// open readers of the layer continue.
 func TestRepairRestoresEveryFileOfALayer(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -120,7 +120,7 @@ func TestRepairRestoresEveryFileOfALayer(t *testing.T) {
 		})
 	}
 
-	// What is not the same content changes nothing.
+	// A source with other content changes nothing.
 	d := newDisk(t)
 	mine := makeLayer(t, d, rand.New(rand.NewPCG(1, 1)), size, make([]byte, size))
 	was, _, _ := d.Digest(mine)

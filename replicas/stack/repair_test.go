@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// A damaged chunk is put right with what another replica shows, also where that hides some of the layer's blocks; what
-// is not shown changes nothing.
+// TestRepair: Repair restores a damaged chunk from the data of another replica, also if other blocks of the layer are
+// hidden there. Data without the right content changes nothing.
 func TestRepair(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	d := newDisk(t)
@@ -50,7 +50,7 @@ func TestRepair(t *testing.T) {
 		t.Fatal(err)
 	}
 	read := func() ([]byte, error) {
-		defer d.Close() // what it finds is recorded in the background
+		defer d.Close() // the disk records damage in the background
 		buf := diskfs.AlignedBuffer(int(chunkSize))
 		return buf, issue(loop, r, block.OpRead, chunk, chunkSize, buf, false)
 	}
@@ -74,7 +74,7 @@ func TestRepair(t *testing.T) {
 		}
 	}
 
-	// A block that nothing covers, with what the whole stack shows: block 601 is another one there.
+	// An uncovered block, with the data of the whole stack: block 601 is different there.
 	flipBit(t, data, 600<<blockBits+99)
 	damaged(true)
 	if _, err := read(); !api.Is(err, api.Corrupt) {
@@ -89,7 +89,7 @@ func TestRepair(t *testing.T) {
 		t.Fatalf("once more: %v", err)
 	}
 
-	// Another replica holds something else, or hides the block.
+	// Another replica holds other data, or hides the block.
 	flipBit(t, data, 600<<blockBits+99)
 	damaged(true)
 	other := slices.Clone(all)
@@ -130,7 +130,7 @@ func TestRepair(t *testing.T) {
 	damaged(false)
 	same()
 
-	// Something where there was a hole, a file that is too short, and checksums that are wrong as well.
+	// Data in a hole, a file which is too short, and wrong checksums.
 	flipBit(t, data, 700<<blockBits)
 	flipBit(t, crcs, 602*crcSize)
 	damaged(true)
@@ -152,7 +152,7 @@ func TestRepair(t *testing.T) {
 	damaged(false)
 	same()
 
-	// Its digests are damaged: nothing tells what is right.
+	// The digests are damaged: the disk cannot tell the right data.
 	flipBit(t, d.Join(layer.Dir, lower, layer.SumsFile), sumsHeader+sumSize+1)
 	if err := d.Repair(lower, chunk, exact); !api.Is(err, api.Corrupt) {
 		t.Fatalf("without digests: %v", err)
@@ -166,7 +166,8 @@ func TestRepair(t *testing.T) {
 	}
 }
 
-// TestRepairReadsTheSnapshotThatShowsMost: a repair reads a damaged chunk in the snapshot that shows most of its layer.
+// TestRepairReadsTheSnapshotThatShowsMost: a repair reads a damaged chunk in the snapshot which shows most of the
+// chunk's layer.
 func TestRepairReadsTheSnapshotThatShowsMost(t *testing.T) {
 	m := Meta{Layers: []string{"a", "b", "c"}, Branches: []Branch{{"d", "a"}},
 		Snapshots: []Snapshot{{UID: "on-d", Layer: "d"}, {UID: "on-c", Layer: "c"}}}

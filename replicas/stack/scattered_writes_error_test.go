@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// TestScatterErrorIsNotLost: the device takes no more of what was acknowledged from the page cache. Whoever waited for
-// that has heard of it, and a process that opens the head anew would not: so the replica takes no more writes.
+// TestScatterErrorIsNotLost: the device fails to take acknowledged data from the page cache. The kernel reports the
+// error to the waiting process, but not to a process which opens the head later. So the replica takes no more writes.
 func TestScatterErrorIsNotLost(t *testing.T) {
 	suite.System(t)
 	room := t.TempDir()
@@ -36,7 +36,7 @@ func TestScatterErrorIsNotLost(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer func() { _ = r.Close() }() // its disk is broken
+		defer func() { _ = r.Close() }() // the disk is broken
 		if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 			t.Fatal(err)
 		}

@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// What is written in pieces is read as it was written, by the open replica and by the next one; the rest of the buffer
-// is not touched. A cut takes it along.
+// TestScatter: the open replica and the next replica read scattered writes as written, and no other part of the buffer.
+// A cut includes scattered writes.
 func TestScatter(t *testing.T) {
 	suite.Slow(t)
 	ctx, loop := context.Background(), startLoop(t)
@@ -74,7 +74,7 @@ func TestScatter(t *testing.T) {
 		}
 	}
 	check()
-	buf := diskfs.AlignedBuffer(int(blockSize)) // directly over what was written so
+	buf := diskfs.AlignedBuffer(int(blockSize)) // directly over a scattered write
 	randomBytes(rng, buf)
 	mustIssue(t, loop, r, block.OpWrite, 2*blockSize, blockSize, buf)
 	copy(model[2*blockSize:], buf)
@@ -85,7 +85,7 @@ func TestScatter(t *testing.T) {
 			t.Fatalf("%v: %v", bad, err)
 		}
 	}
-	for i := range int64(3 * mostBehind) { // more than the page cache is to have at once
+	for i := range int64(3 * mostBehind) { // more than the page cache may have at once
 		if err := scatter(i%16<<20, every(2+i%3)...); err != nil {
 			t.Fatal(err)
 		}

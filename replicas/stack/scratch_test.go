@@ -5,8 +5,8 @@ import (
 	"testing"
 )
 
-// TestScratchIsBounded: however many ask for memory to read a disk's replicas, so much is held at once; a replica that
-// has none is given some though others keep all.
+// TestScratchIsBounded: the replicas of a disk hold a bounded amount of memory for reads, however many reads ask. A
+// replica without memory gets a little, even if other replicas keep all.
 func TestScratchIsBounded(t *testing.T) {
 	d := &Disk{}
 	one, two, three := &Replica{disk: d}, &Replica{disk: d}, &Replica{disk: d}

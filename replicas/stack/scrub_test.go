@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// What a scrub finds damaged is never served again, to nobody, is not merged, and is served again once it is whole.
+// TestScrub: a chunk which a scrub finds damaged is neither served nor merged until the chunk is whole again.
 func TestScrub(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -52,7 +52,7 @@ func TestScrub(t *testing.T) {
 			r.Close()
 		}
 	}()
-	// A block that is read from the middle layer.
+	// A block of the middle layer.
 	at := int64(-1)
 	for b := int64(0); b < r.idx.Blocks && at < 0; b++ {
 		buf := diskfs.AlignedBuffer(int(blockSize))
@@ -101,7 +101,7 @@ func TestScrub(t *testing.T) {
 	if err := issue(c.loop, r, block.OpRead, at&^(1<<20-1), 1<<20, all, false); !errors.Is(err, unix.EIO) {
 		t.Fatalf("damage was served: %v", err)
 	}
-	randomBytes(c.rng, buf) // what is written over it is whole
+	randomBytes(c.rng, buf) // new data over the damage is whole
 	mustIssue(t, c.loop, r, block.OpWrite, at, blockSize, buf)
 	got := diskfs.AlignedBuffer(int(blockSize))
 	mustIssue(t, c.loop, r, block.OpRead, at, blockSize, got)
@@ -132,12 +132,12 @@ func TestScrub(t *testing.T) {
 	if err := r.Close(); err != nil {
 		t.Fatal(err)
 	}
-	flip() // it is whole again, as after a repair of the file system
+	flip() // the chunk is whole again, as after a repair of the file system
 	if list, err := c.d.Scrub(ctx, m.Layers[1], 0); err != nil || len(list) > 0 {
 		t.Fatal(list, err)
 	}
 	c.check()
-	// Damage that nobody knows of is found before it would get digests that match.
+	// A merge finds unknown damage before the damage would get matching digests.
 	flip()
 	c.epoch += 10
 	if r, err = c.d.OpenReplica(ctx, c.uid, c.loop); err != nil {
@@ -148,7 +148,7 @@ func TestScrub(t *testing.T) {
 		t.Fatal(err)
 	}
 	damaged := m.Layers[1]
-	if did { // into it, and nothing into that chunk, by chance: its digest is the one of before
+	if did { // by chance the merge moved nothing into the chunk, and the old digest stays
 		damaged = r.Meta().Layers[0]
 		if slices.Contains(m.Layers, damaged) {
 			t.Fatalf("layers %v became %v", m.Layers, r.Meta().Layers)

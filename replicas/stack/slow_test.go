@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// slowReads is a loop whose disk does one read every 12 ms.
+// slowReads is a loop with a disk which does a read every 12 ms.
 type slowReads struct {
 	*uring.Loop
 	waiting []func()
@@ -21,7 +21,7 @@ func (s *slowReads) Read(op *uring.Op, fd int, buf []byte, off int64) {
 	s.waiting = append(s.waiting, func() { s.Loop.Read(op, fd, buf, off) })
 }
 
-// A volume whose slow disk takes longer than a moment to do all that is under way grows nevertheless.
+// TestExpandBesideManyReads: a volume expands even if the slow disk takes longer than a moment for the I/O in progress.
 func TestExpandBesideManyReads(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()

@@ -23,7 +23,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// chained is a replica with snapshots, and what they must hold.
+// chained is a replica with snapshots, and the expected content.
 type chained struct {
 	t     *testing.T
 	d     *Disk
@@ -76,7 +76,7 @@ func (c *chained) scribble(n int) (uids []string) {
 	return uids
 }
 
-// check compares the replica and all its snapshots.
+// check compares the replica and all snapshots with the model.
 func (c *chained) check() {
 	c.t.Helper()
 	ctx := context.Background()
@@ -134,7 +134,8 @@ func newChained(t *testing.T) *chained {
 	return c
 }
 
-// Reverting keeps newer snapshots beside the head; dropping them gives their layers back, and only theirs.
+// TestRevertAndDrop: a revert keeps newer snapshots beside the head. The removal of such snapshots frees their layers,
+// and no other layers.
 func TestRevertAndDrop(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -160,7 +161,7 @@ func TestRevertAndDrop(t *testing.T) {
 	if n := c.layersOnDisk(); n != 5 {
 		t.Fatalf("%d layers, want 5", n)
 	}
-	// The newest of the other branch goes with its layer, the one below it stays.
+	// The removal of the newest snapshot of the other branch removes the layer, too. The layer below stays.
 	drop := func(uid string, left int) {
 		t.Helper()
 		if err := c.d.DropSnapshot(c.uid, uid); err != nil {
@@ -174,13 +175,13 @@ func TestRevertAndDrop(t *testing.T) {
 	}
 	drop(second[1], 4)
 	drop(second[0], 3)
-	drop(first[0], 3) // in the head's chain: its layer stays until it is merged
+	drop(first[0], 3) // in the head's chain: the layer stays until a merge
 	drop(first[0], 3)
 	c.scribble(1)
 	c.check()
 }
 
-// A revert in a new epoch shuts out the engines of earlier ones.
+// TestRevertFences: a revert in a new epoch fences the engines of earlier epochs.
 func TestRevertFences(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
@@ -206,7 +207,8 @@ func TestRevertFences(t *testing.T) {
 	}
 }
 
-// A clone is a new head on layers of the source, frozen or finished; either outlives the other.
+// TestClone: a clone is a new head on layers of the source, frozen or finished. The clone and the source can outlive
+// each other.
 func TestClone(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -260,7 +262,7 @@ func TestClone(t *testing.T) {
 	}
 }
 
-// mergeAll merges what can be merged, under random I/O in the upper half of the volume.
+// mergeAll merges all mergeable layers, under random I/O with writes in the upper half of the volume.
 func (c *chained) mergeAll() {
 	c.t.Helper()
 	ctx := context.Background()
@@ -333,7 +335,7 @@ func (c *chained) mergeAll() {
 	}
 }
 
-// Layers whose snapshots were dropped are merged, with I/O going on; what others name stays.
+// TestMerge: layers of deleted snapshots are merged during I/O. Layers with other references stay.
 func TestMerge(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -363,7 +365,7 @@ func TestMerge(t *testing.T) {
 	}
 	c.mergeAll()
 	c.check()
-	// 0 and 1 are the clone's; 2, 3 and 4 became one; 5 is a snapshot.
+	// The clone has 0 and 1; 2, 3 and 4 are merged; 5 is a snapshot.
 	if n := c.layersOnDisk(); n != 4 {
 		t.Fatalf("%d layers, want 4", n)
 	}
@@ -385,7 +387,7 @@ func TestMerge(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// A reader keeps its layers as they are.
+	// A reader keeps the open layers unchanged.
 	for _, uid := range []string{snaps[1], snaps[4]} {
 		if err := c.d.DropSnapshot(c.uid, uid); err != nil {
 			t.Fatal(err)
@@ -410,7 +412,8 @@ func TestMerge(t *testing.T) {
 	}
 }
 
-// An image of a snapshot names its layers before they have their digests, and keeps them.
+// TestImageBeforeDigests: an image of a snapshot references layers before the layers have digests, and keeps the
+// layers.
 func TestImageBeforeDigests(t *testing.T) {
 	t.Parallel()
 	c := newChained(t)
@@ -442,7 +445,7 @@ func TestImageBeforeDigests(t *testing.T) {
 	if img.Layers, img.VirtualSize, err = c.d.Hold(t.Context(), img.UID, img.Name, c.uid, snap); err != nil {
 		t.Fatal(err)
 	}
-	for _, uid := range img.Layers { // a copy of such an image comes from another node meanwhile
+	for _, uid := range img.Layers { // another node sends a copy of such an image meanwhile
 		if _, err := c.d.Create(t.Context(), uid, 1<<20); !api.Is(err, api.Busy) && !api.Is(err, api.Exists) {
 			t.Fatalf("a layer that a snapshot has is made anew: %v", err)
 		}
@@ -489,7 +492,7 @@ func TestImageBeforeDigests(t *testing.T) {
 	}
 }
 
-// No image is made of layers that are known to be damaged, until they are whole again.
+// TestImageOfDamagedLayers: the disk makes no image of layers with known damage, until the layers are whole again.
 func TestImageOfDamagedLayers(t *testing.T) {
 	t.Parallel()
 	c := newChained(t)
@@ -551,7 +554,7 @@ func TestImageOfDamagedLayers(t *testing.T) {
 	}
 }
 
-// A revert whose record is in its place, but not known to be on the disk, is not told as one that failed.
+// TestRevertOfUnknownOutcome: Revert does not report a failed revert if the record is in place, but may not be durable.
 func TestRevertOfUnknownOutcome(t *testing.T) {
 	t.Parallel()
 	c := newChained(t)

@@ -25,8 +25,8 @@ func TestMain(m *testing.M) {
 		fmt.Println(child(args[0], args[1]))
 		os.Exit(1)
 	}
-	slog.SetDefault(slog.New(slog.DiscardHandler)) // killed processes have a lot to say
-	// They wait for the disk; whoever asks for another number gets it.
+	slog.SetDefault(slog.New(slog.DiscardHandler)) // killed processes log a lot
+	// Tests mostly wait for the disk. A number on the command line replaces the default.
 	_ = flag.Set("test.parallel", "4")
 	os.Exit(m.Run())
 }
@@ -59,7 +59,7 @@ func newDisk(t testing.TB) *Disk {
 	return d
 }
 
-// issue submits one request and waits for it.
+// issue submits a request and waits for the answer.
 func issue(l ring, r *Replica, op block.Op, off, n int64, buf []byte, fua bool) error {
 	for {
 		done := make(chan error, 1)
@@ -91,7 +91,7 @@ func randomBytes(rng *rand.Rand, b []byte) {
 	}
 }
 
-// makeLayer makes a layer with random data and zeros, applies it to the model, and returns its uid.
+// makeLayer makes a layer with random data and zeros, applies the same to the model, and returns the layer's UID.
 func makeLayer(t testing.TB, d *Disk, rng *rand.Rand, size int64, model []byte) string {
 	t.Helper()
 	uid := string(api.NewUID())
@@ -144,7 +144,7 @@ func TestModel(t *testing.T) {
 func testModel(t *testing.T, rng *rand.Rand, layers int) {
 	ctx := context.Background()
 	d, loop := newDisk(t), startLoop(t)
-	size := int64(pageSize) + 24<<20 // two pages of the index, the last one short
+	size := int64(pageSize) + 24<<20 // two pages of the index, the last page short
 	model := make([]byte, size)
 	spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: size}
 	for range layers {
@@ -322,8 +322,8 @@ func TestAdopt(t *testing.T) {
 	}
 }
 
-// A replica whose machine restarted during a session says so to the sessions of several, again and again; alone, or
-// after a clean end, it is taken as it is.
+// TestAdoptAfterARestartOfTheMachine: a replica on a node which restarted during a session refuses sessions with other
+// members, again and again. A session of the replica alone, or after a clean end, is accepted.
 func TestAdoptAfterARestartOfTheMachine(t *testing.T) {
 	ctx := context.Background()
 	d, loop := newDisk(t), startLoop(t)
@@ -347,7 +347,7 @@ func TestAdoptAfterARestartOfTheMachine(t *testing.T) {
 	if err := adopt(r, 1, 1, "other"); err != nil {
 		t.Fatalf("the first session: %v", err)
 	}
-	r.work.close() // it ends without a word
+	r.work.close() // the session has no clean end
 	if err := r.closeFiles(); err != nil {
 		t.Fatal(err)
 	}
@@ -362,7 +362,7 @@ func TestAdoptAfterARestartOfTheMachine(t *testing.T) {
 	if m, err := d.readStack(spec.UID); err != nil || m.Epoch != 1 || m.BootID != "boot one" {
 		t.Fatalf("a refused session was recorded: %+v, %v", m, err)
 	}
-	// Whoever only opens it, or was refused, does not end that session: it never ended.
+	// An open of the replica, or a refused session, does not end the interrupted session.
 	if err := r.Expand(ctx, 32<<20); err != nil {
 		t.Fatal(err)
 	}

@@ -20,21 +20,21 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// A step is one operation on metadata, with what must hold after it, whether it happened or not.
+// A step is an operation on metadata, with the check after the operation, whether the operation happened or not.
 type step struct {
 	name   string
-	window int64 // of merges; 0: that of power
-	// third is 0 where the power is cut after every change. A merge makes hundreds of changes, and three steps merge:
-	// unless the run wants all, each cuts the power after every third change, beginning with another one of 1, 2 and 3.
+	window int64 // of merges; 0: the window of power
+	// third is 0 if the power is cut after every change. A merge makes hundreds of changes. Unless the run wants all, a
+	// step with a merge cuts the power after every third change, beginning with change 1, 2 or 3.
 	third int
 	setup func(t *testing.T, d *Disk, ids *ids)
 	do    func(d *Disk, p *power, ids *ids) error
-	// check is called after the power came back; done says that do had succeeded.
+	// check is called after the power came back; done means success of do.
 	check func(t *testing.T, d *Disk, p *power, ids *ids, done bool)
 }
 
-// seeds is how many outcomes of each loss of power a test looks at: one, unless DROVER_OUTCOMES says otherwise. The
-// losses of one step have different outcomes.
+// seeds is the number of outcomes to test for each power loss: DROVER_OUTCOMES, or 4 in a run of everything, or 1. The
+// power losses of a step have different outcomes.
 func seeds(t *testing.T) uint64 {
 	t.Helper()
 	return uint64(suite.Count(t, "DROVER_OUTCOMES", 1, 4))
@@ -43,8 +43,8 @@ func seeds(t *testing.T) uint64 {
 type ids struct {
 	replica, image, layer, other string
 	e                            expect // of the replica
-	side                         expect // of what is beside its head
-	from                         *Disk  // the machine's other disk; nil: none
+	side                         expect // of the layers beside the head
+	from                         *Disk  // the node's other disk; nil: none
 }
 
 func (i *ids) spec(layers ...string) Spec {
@@ -92,7 +92,7 @@ func mergeAll(r *Replica) error {
 	}
 }
 
-// servedAsSealed has every layer that can be opened hold what its digest says, whether anything names it or not.
+// servedAsSealed fails unless every layer which can be opened matches its digest, with or without a reference.
 func servedAsSealed(t *testing.T, d *Disk) {
 	t.Helper()
 	entries, err := d.FS.ReadDir(d.Join(layer.Dir))
@@ -180,7 +180,7 @@ var steps = []step{
 			if err != nil {
 				t.Fatal(err)
 			}
-			if len(list) == 1 { // then it is whole
+			if len(list) == 1 { // then the replica is whole
 				i.e.check(t, d, p, i.replica)
 			}
 			if err := errors.Join(d.RemoveReplica(i.replica), d.Close(), d.Collect(context.Background(), 0)); err != nil {
@@ -318,7 +318,7 @@ var steps = []step{
 					t.Fatalf("%s holds %v, %v", dir, left, err)
 				}
 			}
-			// Nothing of another head than the replica's own is left, or the space of its layer would never come back.
+			// No file of another head is left. Otherwise the space of that head's layer would never be freed.
 			files, err := d.FS.ReadDir(d.Join(replicaDir, i.replica))
 			if err != nil {
 				t.Fatal(err)
@@ -333,7 +333,7 @@ var steps = []step{
 	{name: "finish", setup: func(t *testing.T, d *Disk, i *ids) { i.makeReplica(t, d) },
 		do: func(d *Disk, p *power, i *ids) error {
 			uids, err := d.Unfinished()
-			if err == nil && len(uids) == 0 { // its first part
+			if err == nil && len(uids) == 0 { // the first part of the step
 				err = withReplica(func(r *Replica) error {
 					buf := diskfs.AlignedBuffer(int(blockSize))
 					fill(buf, 34)
@@ -425,7 +425,7 @@ var steps = []step{
 		check: replicaIs(func(m Meta, done bool) bool { return true })},
 }
 
-// fillZeroLog records that block 5 is zero, n times.
+// fillZeroLog adds n zero records for block 5.
 func fillZeroLog(t *testing.T, d *Disk, replica string, n int) {
 	t.Helper()
 	l, err := format.OpenZeroLog(d.FS, d.Join(replicaDir, replica, "head.zero"), 2048)
@@ -441,7 +441,7 @@ func fillZeroLog(t *testing.T, d *Disk, replica string, n int) {
 	}
 }
 
-// TestPowerLossInSteps cuts the power after every single change that an operation makes, but for merges in a short run.
+// TestPowerLossInSteps cuts the power after every single change of an operation, except for merges in a short run.
 func TestPowerLossInSteps(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -474,7 +474,7 @@ func TestPowerLossInSteps(t *testing.T) {
 					d := after.disk(t)
 					s.check(t, d, after, &ids{i.replica, i.image, i.layer, i.other, maps.Clone(i.e), i.side, i.from}, err == nil)
 					d.Close()
-					after.fs.Close() // many are open else until the end
+					after.fs.Close() // otherwise many files stay open until the end
 					p.fs.Close()
 					if err := errors.Join(os.RemoveAll(after.root), os.RemoveAll(p.root)); err != nil {
 						t.Fatal(err)
@@ -488,7 +488,7 @@ func TestPowerLossInSteps(t *testing.T) {
 	}
 }
 
-// TestRecoveryIsRepeatable kills the recovery itself, at every change it makes.
+// TestRecoveryIsRepeatable kills the recovery after every change.
 func TestRecoveryIsRepeatable(t *testing.T) {
 	suite.Slow(t)
 	t.Parallel()
@@ -498,7 +498,7 @@ func TestRecoveryIsRepeatable(t *testing.T) {
 		i := &ids{replica: string(api.NewUID()), image: string(api.NewUID()), other: string(api.NewUID()), e: make(expect)}
 		p := freshPower(t, loop)
 		i.makeReplica(t, p.disk(t))
-		// A torn tail: a record, then half of one, then what looks like a later one.
+		// A torn tail: a record, then half a record, then bytes like a later record.
 		h, err := os.OpenFile(filepath.Join(p.root, replicaDir, i.replica, "head.zero"), os.O_RDWR, 0)
 		if err != nil {
 			t.Fatal(err)
@@ -513,7 +513,7 @@ func TestRecoveryIsRepeatable(t *testing.T) {
 		}
 		h.Close()
 		i.e.put(5, 0)
-		p = newPower(t, loop, p.root) // all of that is durable
+		p = newPower(t, loop, p.root) // all records are durable
 		p.fs.KillAfter(kill)
 		r, err := p.disk(t).openReplica(context.Background(), i.replica, p)
 		if err == nil {
@@ -529,7 +529,8 @@ func TestRecoveryIsRepeatable(t *testing.T) {
 	}
 }
 
-// TestDamagedRecords damages each record: nothing may be collected, removed by mistake, or opened then.
+// TestDamagedRecords: while a record is damaged, the disk collects nothing, removes nothing by mistake, and opens no
+// replica with that record.
 func TestDamagedRecords(t *testing.T) {
 	t.Parallel()
 	loop := startLoop(t)

@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// syncOnce is an open file whose next sync fails. The ones after it find nothing, as the kernel has it.
+// syncOnce is an open file whose next sync fails. Later syncs find nothing, as in the kernel.
 type syncOnce struct {
 	file.Handle
 	err error
@@ -26,8 +26,8 @@ func (h *syncOnce) Datasync() error {
 	return errors.Join(err, h.Handle.Datasync())
 }
 
-// TestSyncErrorIsNotLost: the kernel tells an open file once that what was written to it is lost. Whoever hears it, the
-// replica takes no more writes, acknowledges no flush, and has no clean end.
+// TestSyncErrorIsNotLost: the kernel reports the loss of written data to an open file only once. Whichever call gets
+// the report, the replica takes no more writes, acknowledges no flush, and has no clean end.
 func TestSyncErrorIsNotLost(t *testing.T) {
 	ctx := context.Background()
 	for name, hears := range map[string]func(*Replica) error{

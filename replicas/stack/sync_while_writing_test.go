@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// syncsFS has the test end each sync of a layer's data.
+// syncsFS lets the test end each sync of a layer's data.
 type syncsFS struct {
 	file.FS
 	t     *testing.T
@@ -110,13 +110,14 @@ func writeMiB(t *testing.T, w block.LayerWriter, from, n int64) {
 	}
 }
 
-// What is written is synced while more is being written, once at a time; whoever ends the layer waits for that.
+// TestSyncsWhileWriting: the writer syncs data during further writes, with a single sync at a time. The end of the
+// layer waits for the sync.
 func TestSyncsWhileWriting(t *testing.T) {
 	t.Parallel()
 	syncs, d, w := earlyWriter(t)
 	writeMiB(t, w, 0, 8)
 	first := syncs.begun(t)
-	writeMiB(t, w, 8, 16) // not held up by it
+	writeMiB(t, w, 8, 16) // the sync does not hold up the writes
 	select {
 	case <-syncs.syncs:
 		t.Fatal("two syncs at once")
@@ -130,7 +131,7 @@ func TestSyncsWhileWriting(t *testing.T) {
 		defer l.Mu.Unlock()
 		return l.State == layer.Aborted
 	})
-	if unlock, err := d.Lock(); err != nil { // nobody has the disk's lock while he waits for the sync
+	if unlock, err := d.Lock(); err != nil { // Abort waits for the sync without the disk's lock
 		t.Fatal(err)
 	} else {
 		unlock()
@@ -141,7 +142,8 @@ func TestSyncsWhileWriting(t *testing.T) {
 	}
 }
 
-// A sync that failed may have lost data that no later one tells of: such a layer is neither kept nor sealed.
+// TestFailedSyncCountsForGood: a failed sync may have lost data, and no later sync reports the loss. The writer neither
+// makes a checkpoint of such a layer nor seals the layer.
 func TestFailedSyncCountsForGood(t *testing.T) {
 	t.Parallel()
 	t.Run("early", func(t *testing.T) {
@@ -180,7 +182,7 @@ func TestFailedSyncCountsForGood(t *testing.T) {
 	})
 }
 
-// A layer that was synced while it was written is whole.
+// TestEarlySyncedLayer: a layer synced during writes is whole.
 func TestEarlySyncedLayer(t *testing.T) {
 	t.Parallel()
 	syncs, d, w := earlyWriter(t)

@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/block/file"
 )
 
-// tapped is the file system, told about before something is done: an error that tap returns is the answer, and what it
-// gives as then is called when it was done. One tap at a time: what it does itself is not told.
+// tapped is a file system which calls tap before an operation. An error from tap is the answer. The function then, if
+// any, is called after the operation. Only a single tap runs at a time: operations of a tap call no tap.
 type tapped struct {
 	file.FS
 	mu   sync.Mutex
@@ -24,7 +24,7 @@ const (
 	opSync   = "sync"
 )
 
-// tap is what another process has of a disk, and the tap in its file system.
+// tap opens a disk as another process does, with a tapped file system.
 func tap(t *testing.T, of *Disk) (*Disk, *tapped) {
 	t.Helper()
 	f := &tapped{FS: file.OS}
@@ -36,7 +36,7 @@ func tap(t *testing.T, of *Disk) (*Disk, *tapped) {
 	return d, f
 }
 
-// set puts a tap in; nil: none.
+// set sets the tap; nil removes the tap.
 func (f *tapped) set(tap func(op, name string) (then func(), err error)) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -10,8 +10,9 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// A head that was there when the replica was opened becomes a layer, gets its digests and is merged, all under the same
-// opener, who has not looked at its blocks until then. The merge empties the file that told which ones it has.
+// TestMergeOfBlocksNotLookedAt: a head which exists at the open of the replica becomes a layer, gets digests and is
+// merged, all before the open replica has looked at the head's blocks. The merge empties the file which shows the
+// head's blocks.
 func TestMergeOfBlocksNotLookedAt(t *testing.T) {
 	t.Parallel()
 	ctx := context.Background()
@@ -40,7 +41,7 @@ func TestMergeOfBlocksNotLookedAt(t *testing.T) {
 		return s
 	}
 	r := open(1)
-	for b := range int64(32) { // the larger one: the other is copied into it, and emptied
+	for b := range int64(32) { // the larger layer: the merge copies the other layer here and empties the other
 		mustIssue(t, loop, r, block.OpWrite, b<<blockBits, blockSize, numbered(100+uint64(b)))
 	}
 	below := cut(r, "below")
@@ -66,7 +67,7 @@ func TestMergeOfBlocksNotLookedAt(t *testing.T) {
 	defer cancel()
 	merged := make(chan bool, 1)
 	go func() {
-		for did := false; !did && some.Err() == nil; { // it is not when a process that is being started has a layer's lock
+		for did := false; !did && some.Err() == nil; { // no merge begins while a starting process has a layer's lock
 			did, _ = r.Merge(some, MergeOptions{})
 		}
 		merged <- true
@@ -85,7 +86,7 @@ func TestMergeOfBlocksNotLookedAt(t *testing.T) {
 			t.Errorf("block %d begins with %x, want %d", b, buf[:8], want)
 		}
 	}
-	d.window = mergeWindow // as fast as it goes
+	d.window = mergeWindow // as fast as possible
 	for len(r.Meta().Layers) > 1 {
 		if _, err := r.Merge(ctx, MergeOptions{}); err != nil {
 			t.Fatal(err)

@@ -9,8 +9,8 @@ import (
 	"drover.io/drover/block"
 )
 
-// A record that cannot be read ends no snapshots of others: what is new is cut off, gets its digests and is cloned.
-// Nothing goes meanwhile.
+// TestCutsBesideADamagedRecord: an unreadable record does not stop the snapshots of other replicas. New layers are cut,
+// finished and cloned. Nothing is removed meanwhile.
 func TestCutsBesideADamagedRecord(t *testing.T) {
 	t.Parallel()
 	ctx, loop := context.Background(), startLoop(t)
@@ -64,7 +64,7 @@ func TestCutsBesideADamagedRecord(t *testing.T) {
 		if err := r.Close(); err != nil {
 			t.Fatal(err)
 		}
-		// Where something is there already nobody knows whose it is.
+		// If a layer exists already, its owner is unknown, and the cut fails.
 		if r, err = d.OpenReplica(ctx, spec.UID, loop); err != nil {
 			t.Fatal(err)
 		}

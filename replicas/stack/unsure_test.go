@@ -16,8 +16,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// A merge whose end may be on the disk or not: the replica records nothing more and touches neither the layers nor what
-// came of them, until whoever opens it anew sees which of the two it is.
+// TestMergeOfUnknownOutcome: the end of a merge may or may not be durable. The replica records nothing more and touches
+// neither the layers nor the result, until the next open shows the outcome.
 func TestMergeOfUnknownOutcome(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	plain := newDisk(t)
@@ -58,18 +58,18 @@ func TestMergeOfUnknownOutcome(t *testing.T) {
 			t.Errorf("it is merged again: %v, %v", did, err)
 		}
 	}
-	if err := plain.Collect(ctx, 0); err != nil { // what the stack does not name goes
+	if err := plain.Collect(ctx, 0); err != nil { // removes unreferenced layers
 		t.Fatal(err)
 	}
 	if err := r.Note(json.RawMessage(`{"size":1}`)); err == nil {
 		t.Error("a stack is recorded over the one that may be there")
 	}
 	buf := diskfs.AlignedBuffer(size)
-	mustIssue(t, loop, r, block.OpRead, 0, size, buf) // reads go on
+	mustIssue(t, loop, r, block.OpRead, 0, size, buf) // reads continue
 	if err := issue(loop, r, block.OpWrite, 0, blockSize, buf[:blockSize], true); err == nil {
 		t.Error("a replica whose record is not known takes writes")
 	}
-	_ = r.Close() // says what failed
+	_ = r.Close() // returns the failure
 	if m, err := plain.Stack(spec.UID); err != nil || len(m.Layers) != 1 || m.Layers[0] != result || m.Merge != nil {
 		t.Fatalf("after all: %+v, %v", m, err)
 	}
@@ -88,7 +88,8 @@ func TestMergeOfUnknownOutcome(t *testing.T) {
 	}
 }
 
-// A cut that may be on the disk or not: no other one takes its head away before the replica was opened anew.
+// TestCutOfUnknownOutcome: a cut may or may not be durable. No other cut freezes the head before the replica was opened
+// again.
 func TestCutOfUnknownOutcome(t *testing.T) {
 	ctx, loop := context.Background(), startLoop(t)
 	plain := newDisk(t)
@@ -124,7 +125,7 @@ func TestCutOfUnknownOutcome(t *testing.T) {
 	} else if !errors.Is(err, ErrFailed) {
 		t.Errorf("another cut: %v", err)
 	}
-	_ = r.Close() // says what failed
+	_ = r.Close() // returns the failure
 	e := make(expect)
 	e.put(3, 33)
 	e.check(t, plain, loop, spec.UID)

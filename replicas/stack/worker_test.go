@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// TestWorkerPanicsInTheCaller: what panics in the worker panics where it is waited for, and the worker goes on.
+// TestWorkerPanicsInTheCaller: a panic in the worker becomes a panic in the waiting caller, and the worker continues.
 func TestWorkerPanicsInTheCaller(t *testing.T) {
 	w := newWorker()
 	defer w.close()

@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// zeroed is an open replica, on a layer with blocks 0 to 9, whose record of zeros has room for one more.
+// zeroed opens a replica on a layer with blocks 0 to 9. The zero log has room for a single record before a compaction.
 func zeroed(t *testing.T, d *Disk, on ring, e expect) (*Replica, Spec) {
 	t.Helper()
 	ctx := context.Background()
@@ -34,8 +34,9 @@ func zeroed(t *testing.T, d *Disk, on ring, e expect) (*Replica, Spec) {
 	return r, spec
 }
 
-// The record of zeros of a volume that stays attached does not grow without bound; but not while a cut has a second
-// name of it: what came after would be missing in the layer.
+// TestZerosAreCompactedButUnderACut: the zero log of a volume which stays attached does not grow without bound. The
+// replica does not compact the log while a cut has a second name of the file, because the layer would lack later
+// records.
 func TestZerosAreCompactedButUnderACut(t *testing.T) {
 	t.Parallel()
 	ctx, loop := context.Background(), startLoop(t)
@@ -109,7 +110,8 @@ func TestZerosAreCompactedButUnderACut(t *testing.T) {
 	e.check(t, d, loop, spec.UID)
 }
 
-// Where the record of zeros cannot be rewritten it goes on as it is; where nobody knows whether it was, nothing does.
+// TestZerosThatCannotBeCompacted: if the zero log cannot be rewritten, the old log stays in use. If the outcome is
+// unknown, the replica takes no more writes.
 func TestZerosThatCannotBeCompacted(t *testing.T) {
 	t.Parallel()
 	loop := startLoop(t)
@@ -142,7 +144,7 @@ func TestZerosThatCannotBeCompacted(t *testing.T) {
 		} else if err == nil {
 			e.put(1, 0)
 		}
-		_ = r.Close() // says what failed
+		_ = r.Close() // returns the failure
 		e.check(t, plain, loop, spec.UID)
 	}
 }

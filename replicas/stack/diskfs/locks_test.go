@@ -41,8 +41,8 @@ func TestLockOfAProcessThatIsBeingStarted(t *testing.T) {
 		t.Fatalf("a lock that a process has until it runs its program: %v", err)
 	}
 
-	// The started process closes inherited descriptors a moment after the starting process continues. TryLock waits for
-	// the lock in at least a single attempt.
+	// The started process closes inherited descriptors a moment after the starting process continues. TryLock gets the
+	// lock in at least one of the attempts.
 	for range 20 {
 		if err := Flock(h, unix.LOCK_UN); err != nil {
 			t.Fatal(err)
