@@ -2,7 +2,7 @@ package main
 
 import "testing"
 
-// TestGoals holds figures against their goals.
+// TestGoals compares figures with goals.
 func TestGoals(t *testing.T) {
 	for _, c := range []struct {
 		r      result

@@ -10,8 +10,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestScale runs the section for thirty images and volumes: every operation is done and timed. The figures are those
-// of `make bench`.
+// TestScale: the section for thirty images and volumes runs and times every operation. `make bench` judges the figures.
 func TestScale(t *testing.T) {
 	suite.System(t)
 	bin := os.Getenv("DROVER_BINARY")

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// What -only does not know is refused, with all that it knows.
+// TestOnly: -only refuses an unknown section and names all known sections.
 func TestOnly(t *testing.T) {
 	for only, unknown := range map[string]string{
 		"": "", "idle": "", "qcow2-zlib,merge,pause": "", "images,rebuild": "",

@@ -29,7 +29,7 @@ func TestMain(m *testing.M) {
 
 const late = 2 * time.Minute
 
-// told is a log that gives its lines.
+// told is a log which hands its lines to a test.
 type told chan string
 
 func (l told) Write(b []byte) (int, error) {
@@ -55,7 +55,7 @@ func (l told) says(part string) error {
 	}
 }
 
-// server keeps what it accepts open; a byte identifies the other side.
+// server keeps accepted connections open. A byte identifies the peer.
 type server struct {
 	l    *Listener
 	addr string
@@ -129,7 +129,7 @@ func (s *server) dial(t *testing.T, from string) net.Conn {
 	return c
 }
 
-// known says who it is, and reports whether the server took that.
+// known sends the peer's identity, and reports whether the server accepted the identity.
 func known(c net.Conn, peer byte) bool {
 	_ = c.SetDeadline(time.Now().Add(late))
 	b := []byte{peer}
@@ -140,7 +140,7 @@ func known(c net.Conn, peer byte) bool {
 	return err == nil
 }
 
-// ended waits until the other side has closed a connection.
+// ended waits until the server has closed a connection.
 func ended(t *testing.T, c net.Conn) {
 	t.Helper()
 	_ = c.SetReadDeadline(time.Now().Add(late))
@@ -150,8 +150,8 @@ func ended(t *testing.T, c net.Conn) {
 	}
 }
 
-// TestAFloodCompetesWithItself: sources that open connections without end and say nothing end none that is identified,
-// and keep no other source out.
+// TestAFloodCompetesWithItself: sources which open connections without end and send nothing end no identified
+// connection, and keep no other source out.
 func TestAFloodCompetesWithItself(t *testing.T) {
 	log := make(told, 16)
 	s := serve(t, Options{Unknown: 32, PerSource: 4, Deadline: late, Log: slog.New(slog.NewTextHandler(log, nil))})
@@ -187,7 +187,8 @@ func TestAFloodCompetesWithItself(t *testing.T) {
 	}
 }
 
-// TestUnknownConnectionsEnd: one that does not say who it is in time is closed; one that did stays.
+// TestUnknownConnectionsEnd: the listener closes a connection without an identity at the deadline, and keeps an
+// identified connection.
 func TestUnknownConnectionsEnd(t *testing.T) {
 	s := serve(t, Options{Deadline: 100 * time.Millisecond})
 	c := s.dial(t, "127.0.0.1")
@@ -204,7 +205,7 @@ func TestUnknownConnectionsEnd(t *testing.T) {
 	}
 }
 
-// TestConnectionsOfAPeerAreBounded: a peer that has all its connections gets another one when one has ended.
+// TestConnectionsOfAPeerAreBounded: a peer at its bound gets another connection after a connection has ended.
 func TestConnectionsOfAPeerAreBounded(t *testing.T) {
 	s := serve(t, Options{PerPeer: 2})
 	one, two := s.dial(t, "127.0.0.1"), s.dial(t, "127.0.0.1")
@@ -231,14 +232,14 @@ type broken struct{ net.Listener }
 func (broken) Accept() (net.Conn, error) { return nil, os.NewSyscallError("accept", syscall.EINVAL) }
 func (broken) Close() error              { return nil }
 
-// TestOtherErrorsEndTheServer: what does not pass by itself is not waited for.
+// TestOtherErrorsEndTheServer: Accept returns a lasting error at once.
 func TestOtherErrorsEndTheServer(t *testing.T) {
 	if _, err := Wrap(broken{}, Options{}).Accept(); !errors.Is(err, syscall.EINVAL) {
 		t.Error(err)
 	}
 }
 
-// TestListenerOutlivesALackOfDescriptors: in a process of its own, which may have few.
+// TestListenerOutlivesALackOfDescriptors runs a listener in a process of its own with few descriptors.
 func TestListenerOutlivesALackOfDescriptors(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*late)
 	defer cancel()
@@ -267,7 +268,7 @@ func withoutDescriptors() error {
 	got := make(chan error, 16)
 	go func() { // ends with the process
 		for {
-			_, err := l.Accept() // and kept
+			_, err := l.Accept() // the connection stays open
 			got <- err
 			if err != nil {
 				return
@@ -281,7 +282,7 @@ func withoutDescriptors() error {
 	if err := <-got; err != nil {
 		return err
 	}
-	// All but one are taken, and the client takes that one.
+	// Files take all descriptors but the last, and the client takes the last.
 	var files []*os.File
 	for {
 		f, err := os.Open("/dev/null")
@@ -311,7 +312,7 @@ func withoutDescriptors() error {
 	if err := <-got; err != nil {
 		return fmt.Errorf("the listener has ended: %w", err)
 	}
-	// The last ones are kept for everything else: who comes then is refused at once.
+	// The listener leaves the last descriptors to other work, and refuses a new connection at once.
 	files = files[:0]
 	for {
 		f, err := os.Open("/dev/null")

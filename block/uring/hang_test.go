@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// frozen is a file system of its own with some files, which takes no change until thaw.
+// frozen mounts a file system with some files, which takes no change until thaw.
 func frozen(t *testing.T, files int) (fds []int, thaw func()) {
 	t.Helper()
 	sh := func(format string, args ...any) error {
@@ -44,7 +44,7 @@ func frozen(t *testing.T, files int) (fds []int, thaw func()) {
 		}
 		fds = append(fds, fd)
 	}
-	// Whatever becomes of this process, it does not stay so.
+	// The guard thaws the file system, even if the test process ends early.
 	guard := exec.Command("sh", "-c", "sleep 300; fsfreeze --unfreeze "+on)
 	guard.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := guard.Start(); err != nil {
@@ -71,8 +71,8 @@ func frozen(t *testing.T, files int) (fds []int, thaw func()) {
 	return fds, thaw
 }
 
-// TestBesideADiskThatHangs: more ops than may block at a time hang, and those of another disk are done all the same, also
-// one that has waited before anybody knew. When the disk goes on everything is as it was.
+// TestBesideADiskThatHangs: while more ops than may block at a time hang on a disk, the loop completes ops of another
+// disk, also an op queued before the loop noticed the hang. After the thaw the loop has no extra threads.
 func TestBesideADiskThatHangs(t *testing.T) {
 	suite.System(t)
 	worlds(t, func(t *testing.T, l *Loop) {
@@ -125,7 +125,7 @@ func TestBesideADiskThatHangs(t *testing.T) {
 	})
 }
 
-// told is a backend that does nothing.
+// told is a backend without effect.
 type told struct {
 	backend
 	extra int
@@ -134,7 +134,7 @@ type told struct {
 func (b *told) startOp(*Op)             {}
 func (b *told) allowBlocking(extra int) { b.extra = extra }
 
-// TestLongOpsGetMoreThreads: an op counts as long from the second check after its start, and a poll never counts.
+// TestLongOpsGetMoreThreads: an op counts as long from the second check after the start; a poll never counts.
 func TestLongOpsGetMoreThreads(t *testing.T) {
 	b := &told{}
 	l := newLoop(b)

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// worlds runs a test on an io_uring and on its stand-in.
+// worlds runs a test on an io_uring and on the worker threads, the stand-in of io_uring.
 func worlds(t *testing.T, fn func(t *testing.T, l *Loop)) {
 	t.Run("uring", func(t *testing.T) {
 		r, err := newRing(32)
@@ -33,7 +33,7 @@ func worlds(t *testing.T, fn func(t *testing.T, l *Loop)) {
 	})
 }
 
-// within returns what comes from a channel; what does not come ends the test under its name.
+// within returns the next value of a channel; a missing value ends the test under the given name.
 func within[T any](t testing.TB, what string, from <-chan T) T {
 	t.Helper()
 	late := time.NewTimer(10 * time.Minute)
@@ -47,7 +47,7 @@ func within[T any](t testing.TB, what string, from <-chan T) T {
 	panic("not reached")
 }
 
-// run starts l and returns what stops it and waits for it.
+// run starts l and returns a function which stops l and waits for the end.
 func run(t *testing.T, l *Loop) (stop func()) {
 	t.Helper()
 	ended := make(chan error, 1)
@@ -122,7 +122,7 @@ func TestFile(t *testing.T) {
 	})
 }
 
-// More ops at once than the ring has entries, each started from the Done of another, all content checked.
+// TestMany runs more ops at once than the ring has entries. Each Done starts the op again, and checks all content.
 func TestMany(t *testing.T) {
 	worlds(t, func(t *testing.T, l *Loop) {
 		run(t, l)
@@ -165,8 +165,8 @@ func TestMany(t *testing.T) {
 	})
 }
 
-// More ops under way than the completion queue has room for, restarted while completions are handled, and some of these
-// set aside meanwhile: each is done once per start.
+// TestOverflow: Done runs once per start, with more ops in progress than the completion queue has room for. Done starts
+// ops again while the loop handles completions, and the test sets some completions aside meanwhile.
 func TestOverflow(t *testing.T) {
 	worlds(t, func(t *testing.T, l *Loop) {
 		run(t, l)
@@ -189,7 +189,7 @@ func TestOverflow(t *testing.T) {
 						t.Errorf("op %d: %d starts, %d ends", i, starts[i], dones[i])
 					}
 					if r, ok := l.be.(*ring); ok && i%100 == 0 {
-						r.stowCompletions() // as an older kernel makes it
+						r.stowCompletions() // as on an older kernel
 					}
 					if starts[i] < rounds {
 						starts[i]++
@@ -298,7 +298,7 @@ func TestCloseBeforeRun(t *testing.T) {
 	})
 }
 
-// brokenBackend fails when the loop waits, and knows whether it is woken after its end.
+// brokenBackend fails when the loop waits, and notes a wake after the backend's end.
 type brokenBackend struct {
 	backend
 	l          *Loop
@@ -316,8 +316,8 @@ func (b *brokenBackend) awaitCompletions(bool, func(*Op, int32)) error {
 	return errBroken
 }
 
-// TestFailedLoopRefusesPosts: a loop whose backend fails takes no function that it would never run, and leaves the closed
-// backend alone.
+// TestFailedLoopRefusesPosts: a loop refuses functions after a failure of the backend, and leaves the closed backend
+// alone.
 func TestFailedLoopRefusesPosts(t *testing.T) {
 	b := &brokenBackend{}
 	b.l = newLoop(b)

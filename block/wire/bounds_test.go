@@ -19,7 +19,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// liar is a node with a sound certificate that answers what it likes.
+// liar is a node with a valid certificate and arbitrary answers.
 func liar(t *testing.T, id *Identity, answer http.HandlerFunc) string {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -37,7 +37,7 @@ func liar(t *testing.T, id *Identity, answer http.HandlerFunc) string {
 	return ln.Addr().String()
 }
 
-// endless writes until nobody reads.
+// endless writes until the reader has left.
 func endless(w http.ResponseWriter, first, again string) {
 	text := []byte(strings.Repeat(again, 4096))
 	_, err := io.WriteString(w, first)
@@ -46,8 +46,8 @@ func endless(w http.ResponseWriter, first, again string) {
 	}
 }
 
-// TestAnswersAreBounded: a client takes no more memory for an answer than the largest true one needs, and refuses one
-// that cannot be true.
+// TestAnswersAreBounded: a client takes no more memory for an answer than the largest true answer needs, and refuses an
+// impossible answer.
 func TestAnswersAreBounded(t *testing.T) {
 	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")
@@ -121,7 +121,7 @@ func TestAnswersAreBounded(t *testing.T) {
 	}
 }
 
-// TestMessagesAreBounded: what a node says of an error is cut, and its reason phrase is not shown.
+// TestMessagesAreBounded: a client cuts a node's error message, and does not show the reason phrase.
 func TestMessagesAreBounded(t *testing.T) {
 	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")
@@ -143,7 +143,7 @@ func TestMessagesAreBounded(t *testing.T) {
 	}
 }
 
-// TestOnlyUIDsReachADisk: a server looks for no disk, image or layer whose name is no uid.
+// TestOnlyUIDsReachADisk: a server looks up no disk, image or layer by a name other than a UID.
 func TestOnlyUIDsReachADisk(t *testing.T) {
 	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")
@@ -174,7 +174,8 @@ func TestOnlyUIDsReachADisk(t *testing.T) {
 	}
 }
 
-// TestPlaceOfAnIdleNode: a node that has a place and reads nothing loses it; one that reads keeps it.
+// TestPlaceOfAnIdleNode: a node with a place loses the place if the node reads nothing, and keeps the place while
+// reading.
 func TestPlaceOfAnIdleNode(t *testing.T) {
 	suite.Slow(t)
 	a := testAuthority(t)

@@ -17,11 +17,11 @@ import (
 	"drover.io/drover/block"
 )
 
-// testdata/v1 holds all that nodes ask of each other here and are answered. Nodes of different versions do so during an
-// upgrade, so it never changes: what is new gets a path of its own, and a file of its own.
+// testdata/v1 holds every request between nodes here, and the answers. Nodes of different versions exchange these
+// messages during an upgrade, so the file never changes: a new message gets a new path and a new file.
 const transcript = "testdata/v1/transcript"
 
-// scribe writes down what a client asks and is answered.
+// scribe records a client's requests and the answers.
 type scribe struct {
 	http.RoundTripper
 	mu    sync.Mutex
@@ -34,7 +34,7 @@ func (s *scribe) RoundTrip(q *http.Request) (*http.Response, error) {
 		return nil, err
 	}
 	body := []byte("(open)")
-	if q.URL.Path != "/v1/send" { // which lasts
+	if q.URL.Path != "/v1/send" { // the answer stays open
 		body, err = io.ReadAll(a.Body)
 		if err != nil {
 			return nil, err
@@ -49,7 +49,7 @@ func (s *scribe) RoundTrip(q *http.Request) (*http.Response, error) {
 	return a, nil
 }
 
-// told is a disk whose layer and image never change.
+// told is a disk with a constant layer and image.
 type told struct{ *memory }
 
 var toldImage = block.Image{UID: "image", Name: "golden", Layers: []string{"base", "layer"}, Format: "qcow2.xz",
@@ -64,8 +64,8 @@ func (t told) Image(uid string) (block.Image, error) {
 
 func (t told) Sums(string) ([]byte, error) { return []byte("sums\x00\xff"), nil }
 
-// TestNodesReadLayersAsBefore has a client ask a server for everything. Both decode what they get, so that a transcript
-// which is byte for byte the old one says that they read old messages too.
+// TestNodesReadLayersAsBefore has a client send every request to a server. Client and server decode the messages, so a
+// transcript equal to the old transcript proves that both read old messages, too.
 func TestNodesReadLayersAsBefore(t *testing.T) {
 	a := testAuthority(t)
 	m := &memory{data: bytes.Repeat([]byte("0123456789abcdef"), 3*block.Size/16), extents: []block.Extent{
@@ -133,7 +133,7 @@ func TestNodesReadLayersAsBefore(t *testing.T) {
 	}
 }
 
-// withoutRepeats drops an exchange that repeats the one before: a client may ask for a layer's size again to bound an
+// withoutRepeats drops an exchange equal to the exchange before: a client may ask for a layer's size again to bound an
 // answer. An exchange is a line of the request and a line of the answer.
 func withoutRepeats(transcript string) string {
 	lines := strings.SplitAfter(transcript, "\n")

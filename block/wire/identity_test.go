@@ -49,7 +49,7 @@ func testAuthority(t *testing.T) *Authority {
 	return a
 }
 
-// meet connects two configurations: who the server sees, or why it or the client did not agree.
+// meet connects two configurations. It returns the node seen by the server, and the errors of server and client.
 func meet(t *testing.T, server *tls.Config, client *tls.Config) (seen string, serverErr, clientErr error) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")

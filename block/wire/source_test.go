@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// memory is a disk with one layer: the real things are in other rooms.
+// memory is a disk with a single layer in memory; other rooms have real disks.
 type memory struct {
 	block.Layers
 	data    []byte
@@ -229,7 +229,8 @@ func TestSendsAreBounded(t *testing.T) {
 	}
 }
 
-// TestLayersOfOthersAreRefused: a node that may not read a layer learns nothing of it, by no request; one that may does.
+// TestLayersOfOthersAreRefused: a node without permission learns nothing about a layer by any request; a node with
+// permission does.
 func TestLayersOfOthersAreRefused(t *testing.T) {
 	suite.Slow(t)
 	a := testAuthority(t)

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// TestQuickSockets: both ends of a connection send again within a second, where the kernel knows how.
+// TestQuickSockets: both ends of a connection send again within a second, where the kernel has the option.
 func TestQuickSockets(t *testing.T) {
 	ln, err := Listen("127.0.0.1:0")
 	if err != nil {
