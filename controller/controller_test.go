@@ -60,7 +60,7 @@ func TestMain(m *testing.M) {
 		door = New(store)
 		code := m.Run()
 		cancel()
-		_ = server.Wait() // what is still connected is cut
+		_ = server.Wait() // cuts the open connections
 		return code
 	}())
 }
@@ -84,7 +84,8 @@ func wantKind(t *testing.T, err error, k api.Kind, words ...string) {
 	}
 }
 
-// loops stands in for the rooms' loops: for every volume and attachment that appears it calls make until the test ends.
+// loops stands in for the rooms' reconcilers: until the test ends, loops calls the functions for new and changed
+// objects.
 func loops(t *testing.T, volume func(*api.Volume), attachment func(*api.Attachment)) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -109,7 +110,7 @@ func loops(t *testing.T, volume func(*api.Volume), attachment func(*api.Attachme
 	t.Cleanup(func() { cancel(); wg.Wait() })
 }
 
-// ready is what the planner says of a volume whose replica is there.
+// ready writes the planner's status of a volume with a replica.
 func ready(t *testing.T) func(*api.Volume) {
 	return func(v *api.Volume) {
 		if v.Status.Size == v.Spec.Size {
@@ -223,7 +224,7 @@ func TestParameters(t *testing.T) {
 		i.checksum != strings.Repeat("ab", 64) || i.copies != 2 {
 		t.Errorf("image %+v", i)
 	}
-	// Every key is either taken over or refused by name, and the refusal says what is possible.
+	// The controller takes over every key or refuses the key by name.
 	for key, p := range parameters {
 		err := new(wish).parseParameters(map[string]string{key: "\x01 no value of any key"})
 		switch {
@@ -276,7 +277,7 @@ func TestTopology(t *testing.T) {
 	wantKind(t, err, api.Exists)
 }
 
-// A volume without room is taken away again, so that the next try may be another one.
+// TestNoRoom: CreateVolume deletes a volume without room again, so that the next try may create another volume.
 func TestNoRoom(t *testing.T) {
 	loops(t, func(v *api.Volume) {
 		if len(v.Status.Conditions) > 0 || v.DeletionTimestamp != nil {
@@ -294,8 +295,8 @@ func TestNoRoom(t *testing.T) {
 	wantKind(t, err, api.NotFound)
 }
 
-// gaveUp is the error of a call that has run out of time, of one that had enough to make the object first: on a busy
-// machine that can be more than a moment.
+// gaveUp is the error of a call which ran out of time after creating the object. On a busy machine, the creation can
+// take more than a moment.
 func gaveUp(t *testing.T, r *csi.CreateVolumeRequest, obj client.Object, name string) error {
 	t.Helper()
 	for patience := 700 * time.Millisecond; ; patience *= 4 {
@@ -313,7 +314,7 @@ func gaveUp(t *testing.T, r *csi.CreateVolumeRequest, obj client.Object, name st
 	}
 }
 
-// A call that runs out of time says what it waits for; a later one joins, and finds one volume.
+// TestJoins: a call which runs out of time names the awaited volume; a later call joins, and finds the same volume.
 func TestJoins(t *testing.T) {
 	v := &api.Volume{}
 	wantKind(t, gaveUp(t, request("joins"), v, "joins"), api.Busy, "joins")
@@ -343,7 +344,7 @@ func TestImage(t *testing.T) {
 	_, err := door.CreateVolume(t.Context(), request("imaged", url...))
 	wantKind(t, err, api.Unavailable, "img", "no such host")
 	_, err = door.readVolume(t.Context(), "imaged")
-	wantKind(t, err, api.NotFound) // no volume before its image
+	wantKind(t, err, api.NotFound) // no volume before the image
 	img.Status.State, img.Status.VirtualSize, img.Status.Checksum = api.ImageReady, 48<<20, strings.Repeat("0", 128)
 	must(t, store.Status().Update(t.Context(), img))
 	_, err = door.CreateVolume(t.Context(), request("imaged", append(url, "backingImageChecksum", strings.Repeat("1", 128))...))
@@ -376,11 +377,11 @@ func TestPublish(t *testing.T) {
 	wantKind(t, publish("../x", id, false), api.NotFound)
 	_, err := door.DeleteVolume(t.Context(), &csi.DeleteVolumeRequest{VolumeId: id})
 	wantKind(t, err, api.InUse, "node-a")
-	must(t, unpublish("node-b", id)) // it is not there
+	must(t, unpublish("node-b", id)) // node-b has no attachment
 	wantKind(t, publish("node-b", id, false), api.InUse)
 	must(t, unpublish("node-a", id))
 	must(t, publish("node-b", id, true))
-	must(t, unpublish("", id)) // from wherever it is
+	must(t, unpublish("", id)) // from any node
 	must(t, unpublish("node-b", id))
 
 	set := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: "volume-attach-limit"}, Value: "2"}
@@ -467,7 +468,7 @@ func TestExpandAndModify(t *testing.T) {
 		v.Spec.FreezeFilesystemForSnapshot != "ignored" || v.Spec.SnapshotDataIntegrity != "disabled" {
 		t.Errorf("modified in part: %+v", v.Spec)
 	}
-	create2, err := door.CreateVolume(t.Context(), request("expanded")) // a repeat, after all that
+	create2, err := door.CreateVolume(t.Context(), request("expanded")) // a repeat, after all changes
 	must(t, err)
 	if create2.Volume.VolumeId != id {
 		t.Error("another volume")
@@ -553,7 +554,7 @@ func TestCapacityAndHealth(t *testing.T) {
 	}
 }
 
-// A call that the caller leaves does not leave a watch or a goroutine behind, and says so.
+// TestCallerLeaves: a call ends with the caller, leaves no watch or goroutine behind, and explains the end.
 func TestCallerLeaves(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()

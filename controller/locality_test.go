@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestStrictLocal: a strict-local volume has one replica and is accessible where that is; any other is accessible
-// everywhere.
+// TestStrictLocal: a strict-local volume has a single replica and is accessible on the replica's node alone; any other
+// volume is accessible everywhere.
 func TestStrictLocal(t *testing.T) {
 	for _, n := range []string{"strict-a", "strict-b"} {
 		node := &api.Node{}
@@ -19,7 +19,7 @@ func TestStrictLocal(t *testing.T) {
 		must(t, store.Create(t.Context(), node))
 		t.Cleanup(func() { must(t, store.Delete(context.Background(), node)) })
 	}
-	loops(t, func(v *api.Volume) { // the planner: a replica on the node that is wanted
+	loops(t, func(v *api.Volume) { // the planner: a replica on the preferred node
 		if v.Spec.DataLocality != "strict-local" && v.Spec.DataLocality != "best-effort" || len(v.Status.Members) > 0 {
 			ready(t)(v)
 			return
@@ -70,7 +70,7 @@ func TestStrictLocal(t *testing.T) {
 	}
 	wantKind(t, modify(id, "numberOfReplicas", "2"), api.Invalid, "strict-local")
 	must(t, modify(id, "dataLocality", "best-effort"))
-	must(t, modify(id, "dataLocality", "strict-local")) // it is used where its data is
+	must(t, modify(id, "dataLocality", "strict-local")) // the attachment is on the replica's node
 
 	v, err = door.CreateVolume(t.Context(), ask("strict-not", "dataLocality", "best-effort", "replicaAutoBalance", "least-effort"))
 	must(t, err)

@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// told is what a replica tells of a snapshot: the blocks that are set.
+// told is a replica's answer about a snapshot: the changed blocks.
 type told struct {
 	blocks []bool
 	closed *int
@@ -59,7 +59,8 @@ func (l *listener) Send(m *csi.GetMetadataDeltaResponse) error {
 	return nil
 }
 
-// TestMetadataOfSeveralReplicas: any member that can be asked tells of the blocks; who is no member does not.
+// TestMetadataOfSeveralReplicas: any reachable member supplies the changed blocks; the controller asks no replica
+// outside of the members.
 func TestMetadataOfSeveralReplicas(t *testing.T) {
 	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
@@ -100,7 +101,7 @@ func TestMetadataOfSeveralReplicas(t *testing.T) {
 		must(t, store.Status().Update(t.Context(), s))
 		ids = append(ids, "snap://"+vol.Name+"/"+name)
 	}
-	var away map[string]error // by replica; none: it answers
+	var away map[string]error // by replica; without an error the replica answers
 	opened, closed := 0, 0
 	m := NewMetadata(door, func(_ context.Context, r *api.Replica, base, target api.UID) (Changes, error) {
 		switch {

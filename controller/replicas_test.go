@@ -7,7 +7,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestDefaultReplicas: a StorageClass that does not say has as many replicas as the setting, a strict-local volume one.
+// TestDefaultReplicas: a StorageClass without a replica count gets the setting's, a strict-local volume a single
+// replica.
 func TestDefaultReplicas(t *testing.T) {
 	set := &api.Setting{Value: "3"}
 	set.Name = "default-replica-count"

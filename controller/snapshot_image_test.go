@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// A snapshot that is an image is told of when its volume was cut, since it has its creation time from then on, and
-// keeps it when it is rebuilt from a disk.
+// TestImageSnapshotHasOneCreationTime: the controller lists a snapshot stored as an image after the cut of the volume,
+// because the cut sets the creation time. The snapshot keeps the creation time when its image is rebuilt from a disk.
 func TestImageSnapshotHasOneCreationTime(t *testing.T) {
 	img := &api.BackingImage{
 		ObjectMeta: metav1.ObjectMeta{Name: "cut-later", Annotations: map[string]string{annotationSnapshot: "cut-later"}},
@@ -53,7 +53,7 @@ func TestImageSnapshotHasOneCreationTime(t *testing.T) {
 	must(t, errors.Join(err, json.Unmarshal(text, &kept)))
 	img.Annotations = kept.Annotations
 	must(t, store.Update(t.Context(), img))
-	img.Status = api.BackingImageStatus{State: api.ImagePending} // its copies have not been seen yet
+	img.Status = api.BackingImageStatus{State: api.ImagePending} // the copies have not been seen yet
 	must(t, store.Status().Update(t.Context(), img))
 	if is, err := door.GetSnapshot(t.Context(), &csi.GetSnapshotRequest{SnapshotId: id}); err != nil || is.Snapshot.ReadyToUse {
 		t.Errorf("rebuilt, and not looked at: %+v, %v", is, err)

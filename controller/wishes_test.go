@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// An image that could never become one is refused before an object of it is made.
+// TestImagesThatCannotBe: the controller refuses an impossible image before creating an object.
 func TestImagesThatCannotBe(t *testing.T) {
 	for _, c := range []struct {
 		name       string
@@ -54,7 +54,7 @@ func TestImagesThatCannotBe(t *testing.T) {
 	}
 }
 
-// What a class says of the Secret and of a registry is what the image gets.
+// TestImageWishes: the image gets the Secret and the registry named by the class.
 func TestImageWishes(t *testing.T) {
 	w := &wish{}
 	must(t, w.parseParameters(map[string]string{"backingImage": "i", "backingImageURL": "docker://h.example/a:b",
@@ -66,8 +66,8 @@ func TestImageWishes(t *testing.T) {
 	}
 }
 
-// The checksum that the parameters want is compared with what the image turns out to have, also where the image was not
-// ready when the call began.
+// TestChecksumOfAnImageThatWasNotReady: the controller compares the wanted checksum with the image's, also if the image
+// becomes ready during the call.
 func TestChecksumOfAnImageThatWasNotReady(t *testing.T) {
 	loops(t, ready(t), nil)
 	img := &api.BackingImage{}
@@ -95,7 +95,7 @@ func TestChecksumOfAnImageThatWasNotReady(t *testing.T) {
 	wantKind(t, err, api.Invalid, "late", "checksum")
 }
 
-// Numbers in a JSON object stay what they were.
+// TestNumbersInImageParameters: numbers in a JSON object keep all digits.
 func TestNumbersInImageParameters(t *testing.T) {
 	w := &wish{}
 	must(t, w.parseParameters(map[string]string{"backingImage": "i", "backingImageDataSourceType": "download",
@@ -105,7 +105,7 @@ func TestNumbersInImageParameters(t *testing.T) {
 	}
 }
 
-// A faulted volume exists: who lists must see it.
+// TestFaultedVolumesAreListed: a faulted volume exists, so ListVolumes shows the volume.
 func TestFaultedVolumesAreListed(t *testing.T) {
 	loops(t, ready(t), nil)
 	id := create(t, request("will-fault")).VolumeId
@@ -123,14 +123,15 @@ func TestFaultedVolumesAreListed(t *testing.T) {
 	t.Errorf("not in %v", r.Entries)
 }
 
-// An expansion for which there is no room changes nothing: a smaller one works afterwards.
+// TestExpansionWithoutRoomIsNotWished: an expansion without room changes nothing, so a smaller expansion works
+// afterwards.
 func TestExpansionWithoutRoomIsNotWished(t *testing.T) {
 	loops(t, ready(t), nil)
 	n := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: "tight"}, Spec: api.NodeSpec{Disks: []api.DiskSpec{{Path: "/d"}}}}
 	must(t, store.Create(t.Context(), n))
 	t.Cleanup(func() { must(t, store.Delete(context.Background(), n)) })
 	n.Status.Disks = []api.DiskStatus{{Path: "/d", UID: "tight-d", Ready: true, Capacity: 100 << 20, Available: 100 << 20}}
-	must(t, store.Status().Update(t.Context(), n)) // 200 % of it: 200 MiB
+	must(t, store.Status().Update(t.Context(), n)) // 200 % of the capacity: 200 MiB
 	id := create(t, request("grows")).VolumeId
 	r := &api.Replica{ObjectMeta: metav1.ObjectMeta{Name: "grows.r"}, Spec: api.ReplicaSpec{Volume: id, Disk: "tight-d",
 		Node: "tight", Size: 64 << 20}}
