@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/driver/kubeapi"
 )
 
-// An event that repeats is counted, on the embedded server as in a cluster.
+// TestRepeatedEventsAreCounted: the embedded server counts a repeated event, as a cluster does.
 func TestRepeatedEventsAreCounted(t *testing.T) {
 	suite.Slow(t)
 	ctx, stop := context.WithCancel(t.Context())

@@ -46,7 +46,7 @@ func TestEveryKindHasACode(t *testing.T) {
 	}
 }
 
-// door does what a test tells it to.
+// door calls a function of the test.
 type door struct {
 	csi.UnimplementedControllerServer
 	create func(context.Context, *csi.CreateVolumeRequest) (*csi.CreateVolumeResponse, error)
@@ -56,7 +56,7 @@ func (d *door) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (*c
 	return d.create(ctx, r)
 }
 
-// dial serves d on a socket and returns a client of it, and what is logged.
+// dial serves d on a socket and returns a client and the log.
 func dial(t *testing.T, d *door) (csi.ControllerClient, *bytes.Buffer) {
 	t.Helper()
 	var logged bytes.Buffer
@@ -122,7 +122,7 @@ func TestSecretsAreNotLogged(t *testing.T) {
 	}
 }
 
-// within returns what comes from a channel; what does not come ends the test under its name.
+// within returns the next value of a channel; a missing value ends the test under the given name.
 func within[T any](t testing.TB, what string, from <-chan T) T {
 	t.Helper()
 	late := time.NewTimer(5 * time.Minute)
@@ -165,7 +165,7 @@ func TestOneCallPerVolume(t *testing.T) {
 	if name := within(t, "call of the other", entered); name != "b" {
 		t.Errorf("%s entered, want the other volume to", name)
 	}
-	// The second call for a waits, and gives up with its caller's deadline.
+	// The second call for a waits until the caller's deadline.
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
 	if code := status.Code(within(t, "answer", call(ctx, "a"))); code != codes.DeadlineExceeded && code != codes.Aborted {
@@ -193,7 +193,7 @@ func TestListenCSI(t *testing.T) {
 	if _, err := listenCSI(path); !api.Is(err, api.InUse) || !strings.Contains(err.Error(), path) {
 		t.Errorf("living socket: %v, want kind in use and its path", err)
 	}
-	// What a killed process leaves behind is replaced.
+	// listenCSI replaces the socket of a killed process.
 	ln.(*net.UnixListener).SetUnlinkOnClose(false)
 	_ = ln.Close()
 	again, err := listenCSI("unix:" + path)
@@ -208,7 +208,7 @@ func TestListenCSI(t *testing.T) {
 	}
 }
 
-// TestStoppedEarly: a stop that comes before the doors have opened is none that failed.
+// TestStoppedEarly: a stop before the doors have opened is no failure.
 func TestStoppedEarly(t *testing.T) {
 	ln, err := listenCSI("unix://" + filepath.Join(t.TempDir(), "csi.sock"))
 	if err != nil {

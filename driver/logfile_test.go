@@ -12,7 +12,7 @@ import (
 	"gopkg.in/natefinch/lumberjack.v2"
 )
 
-// stuckWriter blocks until it is released.
+// stuckWriter blocks until release is closed.
 type stuckWriter struct {
 	entered, release chan struct{}
 	bytes.Buffer

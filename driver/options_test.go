@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// What cannot work is refused before anything is touched, in words that name the flag.
+// TestServeOptionsRefused: serve refuses impossible options before any change, and names the flag.
 func TestServeOptionsRefused(t *testing.T) {
 	for _, c := range []struct {
 		o    serveOptions
@@ -43,7 +43,7 @@ func TestServeOptionsRefused(t *testing.T) {
 	}
 }
 
-// The socket is the flag's, else the orchestrator's, else one in the state folder.
+// TestServeEndpoint: the socket comes from the flag, else from the orchestrator, else from the state folder.
 func TestServeEndpoint(t *testing.T) {
 	state := t.TempDir()
 	for _, c := range []struct{ flag, env, want string }{

@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// TestPidFileIsReadAndWrittenAsBefore: testdata/v1 has the file of a data process of a released version. A later version
-// finds by it which process serves the state folder.
+// TestPidFileIsReadAndWrittenAsBefore: testdata/v1 has the file of a data process of a released version. A later
+// version learns from the file which process serves the state folder.
 func TestPidFileIsReadAndWrittenAsBefore(t *testing.T) {
 	was, err := os.ReadFile("testdata/v1/data.pid")
 	if err != nil {

@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestStateFolderOfAKilledServe: what a killed serve was starting has its lock for a moment; another serve has it for
-// long.
+// TestStateFolderOfAKilledServe: a child of a killed serve holds the lock for a moment, so openState waits; another
+// serve holds the lock for long, so openState fails.
 func TestStateFolderOfAKilledServe(t *testing.T) {
 	suite.Slow(t)
 	dir := t.TempDir()
@@ -20,7 +20,7 @@ func TestStateFolderOfAKilledServe(t *testing.T) {
 	if f, err := openState(dir); !api.Is(err, api.InUse) {
 		t.Fatalf("a folder that is in use was opened: %v, %v", f, err)
 	}
-	for tries := 5; ; tries-- { // a busy machine may close it when the other one has given up
+	for tries := 5; ; tries-- { // a busy machine may close first after second has given up
 		closed := make(chan error, 1)
 		time.AfterFunc(forkTime/8, func() { closed <- first.Close() })
 		second, err := openState(dir)

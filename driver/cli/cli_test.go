@@ -27,8 +27,8 @@ import (
 	"drover.io/drover/driver/kubeapi"
 )
 
-// One API server, the real one, serves all tests; each uses names of its own. The tests hold the pens of the other
-// roles: they write the statuses that controller, node and data would write.
+// A real API server serves all tests; each test uses names of its own. The tests stand in for the other roles: they
+// write the statuses of controller, node and data.
 var (
 	server *kubeapi.Server
 	store  client.WithWatch
@@ -71,7 +71,7 @@ func TestMain(m *testing.M) {
 	}())
 }
 
-// result is what a user sees of one command.
+// result is the user's view of a command.
 type result struct {
 	out, err string
 	code     int
@@ -91,7 +91,7 @@ func droverIn(ctx context.Context, argv ...string) result {
 	return r
 }
 
-// droverTo is a command whose remarks go to errOut while it runs.
+// droverTo runs a command and writes remarks to errOut meanwhile.
 func droverTo(ctx context.Context, errOut io.Writer, argv ...string) result {
 	var out bytes.Buffer
 	root := &cobra.Command{Use: "drover", SilenceErrors: true, SilenceUsage: true}
@@ -103,7 +103,7 @@ func droverTo(ctx context.Context, errOut io.Writer, argv ...string) result {
 	return result{out: out.String(), code: code}
 }
 
-// mustSay fails unless the command ended with that code and its output holds all the words.
+// mustSay fails unless the command ended with the code and printed all the words.
 func (r result) mustSay(t *testing.T, code int, words ...string) {
 	t.Helper()
 	if r.code != code {
@@ -116,7 +116,7 @@ func (r result) mustSay(t *testing.T, code int, words ...string) {
 	}
 }
 
-// pen plays the writer of one object's status: once the object exists, write is called on it and stored.
+// pen plays the writer of an object's status: pen waits for the object, calls write and stores the status.
 func pen[T client.Object](t *testing.T, name string, write func(T)) {
 	t.Helper()
 	failed := make(chan error, 1)
@@ -128,7 +128,7 @@ func pen[T client.Object](t *testing.T, name string, write func(T)) {
 	})
 }
 
-// status waits for the object to exist and writes its status.
+// status waits for the object to exist and writes the status.
 func status[T client.Object](ctx context.Context, name string, write func(T)) error {
 	for {
 		obj, err := await.Until(ctx, store, name, func(T) (bool, error) { return true, nil })
@@ -148,7 +148,7 @@ func status[T client.Object](ctx context.Context, name string, write func(T)) er
 	}
 }
 
-// created waits until somebody makes an object of that name.
+// created waits until an object of the name is created.
 func created[T client.Object](ctx context.Context, name string) error {
 	var zero T
 	var list client.ObjectList
@@ -213,7 +213,7 @@ func TestWrongUse(t *testing.T) {
 	drover(t, kubeconfig("volume", "list", "--nosuch")...).mustSay(t, 2, "--nosuch", "drover volume list --help")
 }
 
-// What can be typed is offered: names of objects, and the values of flags.
+// TestCompletion: completion offers names of objects and values of flags.
 func TestCompletion(t *testing.T) {
 	t.Setenv("DROVER_KUBECONFIG", server.Kubeconfig)
 	v := &api.Volume{Spec: api.VolumeSpec{Size: 10 << 20}}

@@ -14,8 +14,9 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// The last word of a node that died may be that its disks are ready. They are removed when its heartbeat is too old, or
-// when the user says that it is dead and no heartbeat denies it; what a volume needs is not forgotten even so.
+// TestDisksOfADeadNode: a dead node's last status may call the disks ready. disk remove removes such a disk if the
+// heartbeat is too old, or if the user declares the node dead and no heartbeat denies the death. Even then, disk remove
+// refuses a disk needed by a volume.
 func TestDisksOfADeadNode(t *testing.T) {
 	must := func(err error) {
 		t.Helper()
@@ -100,7 +101,7 @@ func TestDisksOfADeadNode(t *testing.T) {
 	remove := kubeconfig("disk", "remove", "/dead")
 	members("pair.2")
 	drover(t, remove...).mustSay(t, 5, "not empty", "volume pair", "--dead-node")
-	// It lives: the user is wrong.
+	// The node is alive: the user is wrong.
 	stop := make(chan bool)
 	var beats sync.WaitGroup
 	beats.Go(func() {
@@ -117,13 +118,13 @@ func TestDisksOfADeadNode(t *testing.T) {
 	drover(t, append(remove, "--dead-node")...).mustSay(t, 5, `node "dying" is alive`)
 	close(stop)
 	beats.Wait()
-	// It does not, but a volume needs what was there.
+	// The node is dead, but a volume needs the disk.
 	tell("dying", 1, time.Now().Add(time.Hour))
 	members("pair.1", "pair.2")
 	drover(t, append(remove, "--dead-node")...).mustSay(t, 5, `node "dying" is dead`, "volume pair")
 	members("pair.2")
-	// What is on another disk of the dead node is no more there than this one: its replica is the last that can be
-	// salvaged. The node counts as alive for half a minute yet.
+	// Replicas on other disks of the dead node do not count: the disk has the last replica to salvage. The node still
+	// counts as alive for half a minute.
 	second := &api.Replica{ObjectMeta: metav1.ObjectMeta{Name: "pair.3", Finalizers: []string{api.Finalizer},
 		Labels: map[string]string{api.LabelDisk: string(disks["/late"])}},
 		Spec: api.ReplicaSpec{UID: api.NewUID(), Volume: "pair", Node: "dying", Disk: disks["/late"]}}
@@ -144,10 +145,10 @@ func TestDisksOfADeadNode(t *testing.T) {
 	twin.Finalizers = nil
 	must(store.Update(t.Context(), twin))
 	must(store.Delete(t.Context(), twin))
-	// Nor is the last copy of an image forgotten, unless the user says so.
+	// Without --force, disk remove does not forget the last copy of an image either.
 	drover(t, append(remove, "--dead-node")...).mustSay(t, 5, "last copy of image unique", "--force")
 	drover(t, append(remove, "--dead-node", "--force")...).mustSay(t, 0, "removed from node \"dying\"", "golden", "unique")
-	// Its silence is proof enough.
+	// The old heartbeat is proof enough.
 	tell("dying", 1, time.Now().Add(-time.Hour))
 	drover(t, kubeconfig("disk", "remove", "/late")...).mustSay(t, 0, "removed", "forgets its content: image golden")
 	for _, o := range was {
@@ -155,7 +156,8 @@ func TestDisksOfADeadNode(t *testing.T) {
 			t.Errorf("%s is still there: %v", o.GetName(), err)
 		}
 	}
-	// A disk that is on another node now, with all that is on it, is forgotten where it was: nobody needs it there.
+	// A disk which is on another node now, with all content, is forgotten on the former node: no volume needs the disk
+	// there.
 	tell("dying", 10, time.Now().Add(time.Hour))
 	_, err := await.Edit(t.Context(), store, "dying", func(n *api.Node) (bool, error) {
 		n.Spec.Disks = []api.DiskSpec{{Path: "/former"}}
@@ -177,7 +179,7 @@ func TestDisksOfADeadNode(t *testing.T) {
 		}
 	}
 	forgotten()
-	// So is one that was taken over from a dead node, whose last word was that it has it.
+	// So is a disk taken over from a dead node which last reported the disk.
 	_, err = await.Edit(t.Context(), store, "dying", func(n *api.Node) (bool, error) {
 		n.Spec.Disks = []api.DiskSpec{{Path: "/taken"}}
 		return true, nil

@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestListAndShowInEveryForm: what is listed or shown is so in all forms that -o knows, and in no other.
+// TestListAndShowInEveryForm: list and show print every form known to -o, and refuse any other form.
 func TestListAndShowInEveryForm(t *testing.T) {
 	v := &api.Volume{Spec: api.VolumeSpec{Size: 10 << 20}}
 	v.Name = "formed"
@@ -45,7 +45,7 @@ func TestListAndShowInEveryForm(t *testing.T) {
 			return drover(t, argv...)
 		}
 		code := 0
-		if line == "preflight" { // whatever this machine lacks
+		if line == "preflight" { // the code depends on the machine
 			code = say("table").code
 		}
 		say("table").mustSay(t, code, strings.TrimPrefix(name, strings.SplitAfter(name, "/")[0]))

@@ -33,7 +33,7 @@ func TestImageImportReportsItsFailure(t *testing.T) {
 	url := "http://images.example/Broken.qcow2.xz"
 	drover(t, kubeconfig("image", "import", url, "--name", "broken")...).
 		mustSay(t, 1, `image "broken" failed: SHA-512 is 12`)
-	// The same name again replaces what failed.
+	// An import under the same name replaces the failed image.
 	var before, after api.BackingImage
 	if err := store.Get(t.Context(), client.ObjectKey{Name: "broken"}, &before); err != nil {
 		t.Fatal(err)
@@ -123,7 +123,8 @@ func TestImageUploadStreamsTheFile(t *testing.T) {
 	}
 }
 
-// The connection is cut twice, and the node is one of its own authority: what it has is not sent again.
+// TestImageUploadIsContinued: the connection is cut twice, and the node has a certificate authority of its own. The
+// command does not send received bytes again.
 func TestImageUploadIsContinued(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "cut.raw")
 	sent := make([]byte, 6<<20)
@@ -169,7 +170,8 @@ func TestImageUploadIsContinued(t *testing.T) {
 	}
 }
 
-// A node that is not reached from here is reached through the API server, which knows its authority.
+// TestImageUploadThroughTheAPI: the command reaches a distant node through the API server, which knows the node's
+// authority.
 func TestImageUploadThroughTheAPI(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "far.raw")
 	sent := make([]byte, 3<<20)
@@ -179,7 +181,7 @@ func TestImageUploadThroughTheAPI(t *testing.T) {
 	}
 	var direct atomic.Int32
 	node := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if !r.Close { // what is forwarded comes in a connection of its own
+		if !r.Close { // a forwarded request has a connection of its own
 			direct.Add(1)
 			panic(http.ErrAbortHandler)
 		}
@@ -212,7 +214,7 @@ func TestImageUploadThroughTheAPI(t *testing.T) {
 	}
 }
 
-// What the node has of another file is not continued with this one.
+// TestImageUploadOfAnotherFile: the command does not continue another file's upload.
 func TestImageUploadOfAnotherFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "other.raw")
 	if err := os.WriteFile(file, make([]byte, 1<<20), 0o600); err != nil {
@@ -245,7 +247,7 @@ func TestImageUploadRefused(t *testing.T) {
 	drover(t, kubeconfig("image", "upload", file)...).mustSay(t, 1, "refuses the upload", "the qcow2 header is cut short")
 }
 
-// How far a copy is, is told in percent and in bytes.
+// TestImageShowTellsBytes: image show prints the progress of a copy in percent and in bytes.
 func TestImageShowTellsBytes(t *testing.T) {
 	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceUpload}}
 	img.Name = "half-there"
@@ -275,7 +277,7 @@ func TestImageShowTellsBytes(t *testing.T) {
 	}
 }
 
-// copyAsking is a copy on some disk that waits for an upload at a URL.
+// copyAsking creates an image copy on a disk, which waits for an upload at a URL.
 func copyAsking(t *testing.T, image, url string) *api.ImageCopy {
 	t.Helper()
 	cp := &api.ImageCopy{Spec: api.ImageCopySpec{Image: image, UUID: api.NewUID(), Layers: []api.UID{api.NewUID()},
@@ -299,7 +301,7 @@ func TestDiskRefusedIsTakenBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = store.Delete(context.Background(), n) })
-	n.Status.Heartbeat = metav1.NewTime(time.Now().Add(time.Hour)) // it lives
+	n.Status.Heartbeat = metav1.NewTime(time.Now().Add(time.Hour)) // the node is alive
 	n.Status.Disks = []api.DiskStatus{
 		{Path: "/bad", Message: "zeros are not kept as data here"}, {Path: "/good", Ready: true, FSType: "xfs", UID: api.NewUID()}}
 	if err := store.Status().Update(t.Context(), n); err != nil {
@@ -322,14 +324,14 @@ func TestDiskRefusedIsTakenBack(t *testing.T) {
 	drover(t, kubeconfig("disk", "list")...).mustSay(t, 0, "being evicted; on it: volume holder")
 	drover(t, kubeconfig("disk", "evict", "disks:/good")...).mustSay(t, 0, "volume holder. Replicas move")
 	drover(t, kubeconfig("disk", "remove", "/good")...).mustSay(t, 5, "volume holder")
-	// A dead disk goes with what other disks have too, and with nothing else.
+	// disk remove refuses a dead disk, unless other disks have the content, too.
 	holder := &api.Volume{Spec: api.VolumeSpec{Size: 1 << 30}}
 	holder.Name = "holder"
 	if err := store.Create(t.Context(), holder); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = store.Delete(context.Background(), holder) })
-	for _, members := range [][]string{nil, {"holder.2", "holder.1"}, {"holder.2"}} { // of which nobody knows where it is
+	for _, members := range [][]string{nil, {"holder.2", "holder.1"}, {"holder.2"}} { // holder.2 has no Replica object
 		holder.Status.Members = members
 		if err := store.Status().Update(t.Context(), holder); err != nil {
 			t.Fatal(err)
@@ -349,7 +351,7 @@ func TestDiskRefusedIsTakenBack(t *testing.T) {
 	drover(t, kubeconfig("disk", "remove", "/good")...).mustSay(t, 0, "removed")
 }
 
-// Of an image of a volume it is told of which one it is.
+// TestImageShowTellsOfWhichVolume: image show names the volume of an exported image.
 func TestImageShowTellsOfWhichVolume(t *testing.T) {
 	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceExport,
 		SourceParameters: map[string]string{"volume-name": "vm-1", "snapshot-name": "monday"}}}

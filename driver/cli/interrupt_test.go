@@ -21,7 +21,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// Ctrl-C ends the command at once and not what a node does: it says so, and how to end that, too.
+// TestImportInterrupted: Ctrl-C ends the command at once, but not the import on the node. The command says so, and how
+// to end the import.
 func TestImportInterrupted(t *testing.T) {
 	ctx, interrupt := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer interrupt()
@@ -44,7 +45,7 @@ func TestImportInterrupted(t *testing.T) {
 	}
 }
 
-// Ctrl-C during an upload: the same command sends the rest, and not again what the node has.
+// TestUploadInterrupted: after Ctrl-C during an upload, the same command sends the rest and no received bytes.
 func TestUploadInterrupted(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "halted.raw")
 	sent := make([]byte, 8<<20)
@@ -102,7 +103,7 @@ func TestUploadInterrupted(t *testing.T) {
 	}
 }
 
-// within returns what comes from a channel; what does not come ends the test under its name.
+// within returns the next value of a channel; a missing value ends the test under the given name.
 func within[T any](t testing.TB, what string, from <-chan T) T {
 	t.Helper()
 	late := time.NewTimer(5 * time.Minute)

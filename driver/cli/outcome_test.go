@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// told makes a node with a disk, and volumes.
+// told creates a node with a disk, and volumes.
 func told(t *testing.T, node string, volumes ...string) {
 	t.Helper()
 	n := &api.Node{Spec: api.NodeSpec{Disks: []api.DiskSpec{{Path: "/" + node}}}}
@@ -33,7 +33,7 @@ func told(t *testing.T, node string, volumes ...string) {
 	}
 }
 
-// TestOutcomesInEveryForm: what is done, and has no object to show, is told in all forms that -o knows.
+// TestOutcomesInEveryForm: commands without an object to show print the outcome in every form known to -o.
 func TestOutcomesInEveryForm(t *testing.T) {
 	told(t, "told", "told-1", "told-2", "told-3")
 	for _, c := range []struct {
@@ -74,8 +74,8 @@ func TestOutcomesInEveryForm(t *testing.T) {
 	drover(t, kubeconfig("volume", "show", "told-3")...).mustSay(t, 0) // and nothing was done
 }
 
-// TestNodesAreChangedBesideTheirStatus: a node writes its status all the time, and who changes its spec meanwhile does
-// not hear of it.
+// TestNodesAreChangedBesideTheirStatus: commands change a node's spec while the node writes the status all the time,
+// and report no conflict.
 func TestNodesAreChangedBesideTheirStatus(t *testing.T) {
 	told(t, "beating")
 	stop, ended := make(chan struct{}), make(chan error, 1)

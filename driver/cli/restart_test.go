@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// front stands before the API server, and can be as if that were not there.
+// front stands before the API server, and can cut the server off.
 type front struct {
 	net.Listener
 	to string
@@ -50,7 +50,7 @@ func newFront(t *testing.T, to string) *front {
 	return f
 }
 
-// is makes the server be away, or back.
+// is cuts the server off, or connects the server again.
 func (f *front) is(away bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -86,7 +86,7 @@ func (f *front) carry(c net.Conn) {
 	<-ended
 }
 
-// heard is what a command remarks, as it does.
+// heard receives a running command's remarks.
 type heard chan string
 
 func (h heard) Write(p []byte) (int, error) {
@@ -109,7 +109,8 @@ func (h heard) await(t *testing.T, ctx context.Context, words string) {
 	}
 }
 
-// The API server is away for a while, as when Drover is started again: the image is followed on, with the same bar.
+// TestImportIsFollowedThroughARestart: the API server is away for a while, as when Drover restarts. The command
+// continues to follow the image.
 func TestImportIsFollowedThroughARestart(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()

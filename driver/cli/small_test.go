@@ -42,7 +42,8 @@ func TestParseSize(t *testing.T) {
 	}
 }
 
-// Off a terminal each state and each tenth is one plain line, however often progress is reported.
+// TestProgressInPlainLines: without a terminal, each state and each tenth is a plain line, however often progress is
+// reported.
 func TestProgressInPlainLines(t *testing.T) {
 	var b strings.Builder
 	p := newProgress(&b, "image x")
@@ -57,7 +58,7 @@ func TestProgressInPlainLines(t *testing.T) {
 	}
 }
 
-// On a terminal the line is drawn anew, never wider than the terminal.
+// TestProgressOnATerminal: on a terminal the line is drawn again, never wider than the terminal.
 func TestProgressOnATerminal(t *testing.T) {
 	var b strings.Builder
 	p := newProgress(&b, "image x")
@@ -73,8 +74,8 @@ func TestProgressOnATerminal(t *testing.T) {
 	}
 }
 
-// A bar is there also beside speed and time, on a terminal of 80 columns; and what goes on after a pause has the speed
-// of what came since.
+// TestProgressKeepsItsBar: a terminal of 80 columns shows a bar beside speed and time. After a pause, the speed counts
+// the bytes since the pause.
 func TestProgressKeepsItsBar(t *testing.T) {
 	var b strings.Builder
 	p := newProgress(&b, "image debian-12")
@@ -133,7 +134,8 @@ func TestPreflightTellsOfThisMachine(t *testing.T) {
 	}
 }
 
-// TestErrorsOfAConnectionAreRetried: HTTP/2 has errors without a type, as when the server closes the connection.
+// TestErrorsOfAConnectionAreRetried: HTTP/2 has errors without a type, for example when the server closes the
+// connection.
 func TestErrorsOfAConnectionAreRetried(t *testing.T) {
 	of := func(err error) error { return &url.Error{Op: "Get", URL: "https://localhost:1/apis", Err: err} }
 	for what, err := range map[string]error{

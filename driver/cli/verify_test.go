@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// twoCopies is an image that is ready on two disks of one node, under their paths.
+// twoCopies creates an image with ready copies on two disks of a node.
 func twoCopies(t *testing.T, name string) (img *api.BackingImage, copies [2]*api.ImageCopy) {
 	t.Helper()
 	must := func(err error) {
@@ -50,7 +50,8 @@ func twoCopies(t *testing.T, name string) (img *api.BackingImage, copies [2]*api
 	return img, copies
 }
 
-// A copy that is cleaned up meanwhile is not waited for; where none is left, nothing was verified.
+// TestImageVerifyOfRemovedCopies: image verify does not wait for a copy removed meanwhile. Without any copy left, image
+// verify fails.
 func TestImageVerifyOfRemovedCopies(t *testing.T) {
 	for name, c := range map[string]struct {
 		gone  int
@@ -91,7 +92,7 @@ func TestImageVerifyOfRemovedCopies(t *testing.T) {
 	}
 }
 
-// The command waits for every copy, and tells what was found of each, where, and what becomes of it.
+// TestImageVerifyWaits: image verify waits for every copy, and prints each damage with the disk and the next step.
 func TestImageVerifyWaits(t *testing.T) {
 	const found = "the 2 MiB at 4194304 do not match their digest"
 	for name, c := range map[string]struct {
@@ -146,7 +147,7 @@ func TestImageVerifyWaits(t *testing.T) {
 	}
 }
 
-// A copy that is found to be gone, and is brought anew meanwhile, is not one that is what it was.
+// TestImageVerifyOfALostCopy: image verify reports a copy as lost if the copy is lost and imported again meanwhile.
 func TestImageVerifyOfALostCopy(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
@@ -178,7 +179,8 @@ func TestImageVerifyOfALostCopy(t *testing.T) {
 		"lost copies")
 }
 
-// What the clean-up left is counted by the copies that there are: the image's own list of them follows later.
+// TestImageCleanupCountsWhatIsThere: image cleanup counts the existing copies, because the list in the image's status
+// follows later.
 func TestImageCleanupCountsWhatIsThere(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
@@ -202,7 +204,8 @@ func TestImageCleanupCountsWhatIsThere(t *testing.T) {
 	r.mustSay(t, 0, `image "cleaned-one" cleaned: 1 of 2 copies stay`)
 }
 
-// Where no copy is left that could be read, what was found of them is told, and not that there is none.
+// TestImageVerifyOfDamaged: without a readable copy, image verify prints the damage of each copy, and not the lack of
+// copies.
 func TestImageVerifyOfDamaged(t *testing.T) {
 	const found = "the 2 MiB at 4194304 do not match their digest"
 	img, copies := twoCopies(t, "damaged")

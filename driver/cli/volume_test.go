@@ -61,7 +61,7 @@ func TestVolumeCreateGivesUpButTellsWhy(t *testing.T) {
 	}
 }
 
-// What cannot work is refused before anything is made.
+// TestVolumeCreateRefusesAtOnce: volume create refuses impossible options before creating an object.
 func TestVolumeCreateRefusesAtOnce(t *testing.T) {
 	drover(t, kubeconfig("volume", "create", "odd", "--size", "1Gi", "--fs", "ntfs")...).mustSay(t, 2, "fsType", "ext4")
 	drover(t, kubeconfig("volume", "create", strings.Repeat("a", 200), "--size", "1Gi")...).mustSay(t, 2, "128")
@@ -107,7 +107,7 @@ func TestVolumeExpandOnlyGrows(t *testing.T) {
 	drover(t, kubeconfig("volume", "expand", "grows", "+10Mi")...).mustSay(t, 0, `volume "grows" is 30 MiB`)
 }
 
-// loopDevice is a real block device for a volume's: what the data role would have made.
+// loopDevice is a real block device in place of the data role's device.
 func loopDevice(t *testing.T, size int64) string {
 	t.Helper()
 	suite.System(t)
@@ -134,7 +134,7 @@ func tool(t *testing.T, name string, argv ...string) string {
 	return string(out)
 }
 
-// attached makes a volume whose attachments, as often as they are made anew, show the device with the given proof.
+// attached creates a volume. The next attachments, as many as times, show the device with the given proof.
 func attached(t *testing.T, name, fs, device string, blank bool, times int) {
 	t.Helper()
 	v := &api.Volume{Spec: api.VolumeSpec{Size: 512 << 20, FSType: fs}}
@@ -182,7 +182,7 @@ func TestMountMakesAFilesystemOnABlankVolumeOnly(t *testing.T) {
 			drover(t, kubeconfig("volume", "detach", name)...).mustSay(t, 5, "is mounted at "+dir, "volume umount")
 			drover(t, kubeconfig("volume", "show", name)...).mustSay(t, 0, "Mounted:", dir)
 			drover(t, kubeconfig("volume", "umount", name)...).mustSay(t, 0, "unmounted and detached")
-			// The second time the proof is stale and still says blank: what is there must win.
+			// The proof is stale and still says blank at the second mount: the file system on the device wins.
 			drover(t, kubeconfig("volume", "mount", name, dir)...).mustSay(t, 0, "mounted at "+dir)
 			if got, err := os.ReadFile(dir + "/kept"); err != nil || string(got) != "kept" {
 				t.Errorf("after mounting again: %q, %v", got, err)
@@ -214,7 +214,8 @@ func TestMountRefusesUnknownData(t *testing.T) {
 	}
 }
 
-// An mkfs that was cut short leaves its annotation: such a volume is no longer blank, and may be made anew all the same.
+// TestMountMakesAHalfMadeFilesystemAnew: an interrupted mkfs leaves an annotation. Such a volume is no longer blank,
+// but volume mount formats the volume again.
 func TestMountMakesAHalfMadeFilesystemAnew(t *testing.T) {
 	dev, dir := loopDevice(t, 64<<20), filepath.Join(t.TempDir(), "mnt")
 	if err := os.WriteFile(dev, []byte(strings.Repeat("halfmade", 512)), 0); err != nil {
@@ -233,7 +234,7 @@ func TestMountMakesAHalfMadeFilesystemAnew(t *testing.T) {
 	drover(t, kubeconfig("volume", "umount", "half")...).mustSay(t, 0)
 }
 
-// A filesystem that was there and is not recognised any more is damaged, not missing.
+// TestMountNeverMakesAFilesystemTwice: a former file system which is no longer recognised is damaged, not missing.
 func TestMountNeverMakesAFilesystemTwice(t *testing.T) {
 	dev, dir := loopDevice(t, 64<<20), filepath.Join(t.TempDir(), "mnt")
 	attached(t, "was", "ext4", dev, true, 1)
@@ -259,7 +260,8 @@ func happened(t *testing.T, kind, name string, uid types.UID, reason, note strin
 	}
 }
 
-// What needs a deleted volume as it is now is refused at once. Nobody plans here: what is accepted waits.
+// TestDeletedVolumeIsNoSource: commands needing the current data of a deleted volume fail at once. No planner runs
+// here, so an accepted command would wait.
 func TestDeletedVolumeIsNoSource(t *testing.T) {
 	v := &api.Volume{Spec: api.VolumeSpec{Size: 1 << 30}}
 	v.Name, v.Finalizers = "leaving", []string{api.Finalizer}

@@ -10,7 +10,7 @@ import (
 	"drover.io/drover/driver/cli"
 )
 
-// A file that cannot be made is told of once, in one line.
+// TestSaveWhereNoFolderIs: saveFile reports a file which cannot be created once, in a single line.
 func TestSaveWhereNoFolderIs(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "image.raw")
 	if err := os.WriteFile(name, make([]byte, 8<<10), 0o600); err != nil {
@@ -29,7 +29,7 @@ func TestSaveWhereNoFolderIs(t *testing.T) {
 	}
 }
 
-// The size of what was written is told, also where there was nothing to write.
+// TestSaveTellsTheSize: saveFile reports the size of the file, also of a file without data.
 func TestSaveTellsTheSize(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "empty.raw")
 	if err := os.WriteFile(name, nil, 0o600); err != nil {

@@ -25,8 +25,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// formerState is what the version before the change of the group (commit 116c202) had in its database: a node with an
-// image, two volumes, one of them attached, snapshots and a group of them; a lease, a secret and events.
+// formerState is the database of the version before the change of the group (commit 116c202): a node with an image, two
+// volumes, an attachment, snapshots and a group of snapshots; a lease, a secret and events.
 func formerState(t *testing.T) map[string]json.RawMessage {
 	t.Helper()
 	f, err := os.Open("testdata/group-drover.io.json.gz")
@@ -64,7 +64,7 @@ func putAll(t *testing.T, s *store, state map[string]json.RawMessage) {
 	}
 }
 
-// dump is all that the database has for the API server.
+// dump is everything in the database for the API server.
 func dump(t *testing.T, s *store) map[string]string {
 	t.Helper()
 	list, err := s.listPage(t.Context(), "/registry/", "", 0)
@@ -88,7 +88,7 @@ func decoded(t *testing.T, value []byte) (object map[string]any) {
 	return object
 }
 
-// movedState is what the database has to hold after the move: each object with another group, and no former definition.
+// movedState is the expected database after the move: each object with another group, and no former definition.
 func movedState(t *testing.T, former map[string]json.RawMessage) map[string]map[string]any {
 	t.Helper()
 	want := map[string]map[string]any{}
@@ -125,7 +125,8 @@ func compareState(t *testing.T, s *store, want map[string]map[string]any) {
 	}
 }
 
-// A kill after any number of moved objects loses and doubles none: the next start moves the rest.
+// TestMoveOfGroupGoesOnAfterAKill: a kill after any number of moved objects loses and doubles no object: the next start
+// moves the rest.
 func TestMoveOfGroupGoesOnAfterAKill(t *testing.T) {
 	former := formerState(t)
 	want := movedState(t, former)
@@ -177,7 +178,8 @@ func TestMoveOfGroupGoesOnAfterAKill(t *testing.T) {
 	}
 }
 
-// An object of the former group does not replace one of the same name in the group of today.
+// TestMoveOfGroupReplacesNothing: an object of the former group does not replace an object of the same name in today's
+// group.
 func TestMoveOfGroupReplacesNothing(t *testing.T) {
 	s, end := openTestStore(t, t.TempDir())
 	defer end()
@@ -197,8 +199,8 @@ func TestMoveOfGroupReplacesNothing(t *testing.T) {
 	}
 }
 
-// The first start of this version on a state of the former one serves the same objects in the group of today: UIDs,
-// times, generations, finalizers, owners and statuses. The second start changes nothing.
+// TestFirstStartMovesTheGroup: the first start of this version on a former version's state serves the same objects in
+// today's group: UIDs, times, generations, finalizers, owners and statuses. The second start changes nothing.
 func TestFirstStartMovesTheGroup(t *testing.T) {
 	dir := t.TempDir()
 	former := formerState(t)
@@ -248,7 +250,8 @@ func TestFirstStartMovesTheGroup(t *testing.T) {
 	}
 }
 
-// In a cluster whose database belongs to others, the controller does not start beside objects of the former group.
+// TestFormerObjectsAreRefused: in a cluster with a database of others, the controller does not start beside objects of
+// the former group.
 func TestFormerObjectsAreRefused(t *testing.T) {
 	s := serve(t, Options{Dir: t.TempDir()})
 	today, err := readDefinitions()

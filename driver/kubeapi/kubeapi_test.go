@@ -36,7 +36,7 @@ import (
 	"drover.io/drover/driver/kubeapi"
 )
 
-// childDir makes the test binary a server of its own, to be killed.
+// childDir makes the test binary a server, which a test kills.
 const childDir = "DROVER_TEST_KUBEAPI_DIR"
 
 func TestMain(m *testing.M) {
@@ -72,7 +72,7 @@ func start(t *testing.T, o kubeapi.Options) (*kubeapi.Server, func()) {
 			t.Errorf("Wait: %v", err)
 		}
 		d := time.Since(began)
-		if t.Logf("stopped in %v", d.Round(time.Millisecond)); d > 50*time.Second { // a minute: it waited for who is connected
+		if t.Logf("stopped in %v", d.Round(time.Millisecond)); d > 50*time.Second { // a minute: connections stayed open
 			t.Errorf("stop took %v", d)
 		}
 	}
@@ -97,7 +97,7 @@ func setting(name, value string) *api.Setting {
 	return &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: name}, Value: value}
 }
 
-// anything is an object of a kind that allows every name.
+// anything is an object of a kind which allows every name.
 func anything(name, value string) *api.Node {
 	return &api.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{"value": value}}}
 }
@@ -199,8 +199,8 @@ func TestStateSurvivesKill(t *testing.T) {
 	}
 }
 
-// TestDefinitionsAreOldEnough: the API server of k8s.io/apiextensions-apiserver delays each creation of an object whose
-// definition is younger than 2 s. This server is alone, so its definitions count as older from the start.
+// TestDefinitionsAreOldEnough: the API server of k8s.io/apiextensions-apiserver delays each creation of an object with
+// a definition younger than 2 s. The embedded server is alone, so the definitions count as older from the start.
 func TestDefinitionsAreOldEnough(t *testing.T) {
 	s, _ := start(t, kubeapi.Options{Dir: t.TempDir(), Volatile: true})
 	started := time.Now()

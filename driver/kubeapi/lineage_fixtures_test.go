@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// TestHistoryIsReadAndWrittenAsBefore: testdata/v1 has the history of a state database as a released version left it. A
-// later version tells by it whether the database went back.
+// TestHistoryIsReadAndWrittenAsBefore: testdata/v1 has the history of a state database from a released version. A later
+// version learns from the history whether the database went back.
 func TestHistoryIsReadAndWrittenAsBefore(t *testing.T) {
 	was, err := os.ReadFile("testdata/v1/" + lineageFile)
 	if err != nil {

@@ -13,7 +13,8 @@ import (
 	"drover.io/drover/driver/kubeapi"
 )
 
-// Secrets behave as in a cluster: written as text, read as bytes, listed by namespace, and there after a restart.
+// TestSecrets: Secrets behave as in a cluster: written as text, read as bytes, listed by namespace, and kept over a
+// restart.
 func TestSecrets(t *testing.T) {
 	dir := t.TempDir()
 	s, stop := start(t, kubeapi.Options{Dir: dir})

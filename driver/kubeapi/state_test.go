@@ -20,7 +20,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// serving is one server on a folder, until stop.
+// serving is a server on a folder, until stop.
 type serving struct {
 	*testing.T
 	*Server
@@ -84,7 +84,7 @@ func (s *serving) must(err error) {
 	}
 }
 
-// until asks again until ok, which nobody tells.
+// until polls ok, because no event announces the change.
 func (s *serving) until(what string, ok func() bool) {
 	s.Helper()
 	tick := time.NewTicker(50 * time.Millisecond)
@@ -98,7 +98,7 @@ func (s *serving) until(what string, ok func() bool) {
 	}
 }
 
-// firstSnapshot waits for that which a server takes as it starts: the next one is an hour away.
+// firstSnapshot waits for the snapshot at the server's start: the next snapshot is an hour away.
 func (s *serving) firstSnapshot(dir string) {
 	s.Helper()
 	s.until("first snapshot", func() bool {
@@ -108,7 +108,7 @@ func (s *serving) firstSnapshot(dir string) {
 	})
 }
 
-// A snapshot can be restored; clients that knew later revisions are told so, and the next start says what happened.
+// TestRestore: a snapshot can be restored. Clients with later revisions get an error, and the next start sets WentBack.
 func TestRestore(t *testing.T) {
 	dir := t.TempDir()
 	s := serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
@@ -174,7 +174,7 @@ func TestRestore(t *testing.T) {
 	}
 }
 
-// A database that was lost or replaced behind the server's back is noticed.
+// TestLostState: the server notices a database which was lost or replaced between two runs.
 func TestLostState(t *testing.T) {
 	dir := t.TempDir()
 	s := serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
@@ -200,7 +200,7 @@ func TestLostState(t *testing.T) {
 	}
 }
 
-// The past is forgotten, or the database would grow with every heartbeat.
+// TestCompaction: the server forgets old revisions, or the database would grow with every heartbeat.
 func TestCompaction(t *testing.T) {
 	s := serve(t, Options{Dir: t.TempDir(), MaintainEvery: time.Hour, Compact: 200 * time.Millisecond})
 	kv := s.store.etcd.Server.KV()
@@ -215,13 +215,14 @@ func TestCompaction(t *testing.T) {
 	}
 }
 
-// A full database refuses writes and says so; once objects are deleted it goes on by itself.
+// TestQuota: a full database refuses writes and reports Full. After objects are deleted, the database recovers without
+// help.
 func TestQuota(t *testing.T) {
 	s := serve(t, Options{Dir: t.TempDir(), QuotaBytes: 4 << 20, MaintainEvery: 100 * time.Millisecond,
 		Compact: 200 * time.Millisecond})
 	big := strings.Repeat("x", 200<<10)
 	n := 0
-	s.until("refusal", func() bool { // the first may be for room of the past, which is given back at once: more goes in then
+	s.until("refusal", func() bool { // old revisions may cause the first refusal: compaction makes room for more
 		err := s.put(fmt.Sprint("big-", n), big)
 		if err == nil {
 			n++
@@ -240,7 +241,7 @@ func TestQuota(t *testing.T) {
 	s.until("recovery", func() bool { return s.Healthy() == nil && s.put("small", "y") == nil })
 }
 
-// There are never more snapshots than are to be kept, and the newest stays.
+// TestSnapshotsRotate: the server keeps at most keepSnapshots snapshots, and always the newest.
 func TestSnapshotsRotate(t *testing.T) {
 	dir := t.TempDir()
 	s := serve(t, Options{Dir: dir, MaintainEvery: time.Hour})
@@ -259,7 +260,7 @@ func TestSnapshotsRotate(t *testing.T) {
 	}
 }
 
-// Who takes a snapshot removes what is half-written, but not what somebody else is just writing.
+// TestSnapshotsAtOnce: taking a snapshot removes half-written files, but no snapshot in progress.
 func TestSnapshotsAtOnce(t *testing.T) {
 	dir := t.TempDir()
 	s := serve(t, Options{Dir: dir, MaintainEvery: time.Hour})

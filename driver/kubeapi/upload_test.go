@@ -18,8 +18,8 @@ import (
 	"drover.io/drover/driver/kubeapi"
 )
 
-// An upload through the API server comes to the node as it was sent, and the node's answer back; but for the token,
-// without which it goes nowhere.
+// TestUploadIsForwarded: the API server forwards an upload to the node, and the node's answer back, unchanged but for
+// the token. Without the token, the API server forwards nothing.
 func TestUploadIsForwarded(t *testing.T) {
 	s, _ := start(t, kubeapi.Options{Dir: t.TempDir()})
 	c := newClient(t, s.Config)
@@ -27,7 +27,7 @@ func TestUploadIsForwarded(t *testing.T) {
 	for i := range sent {
 		sent[i] = byte(i * 7 >> (i % 5))
 	}
-	half := make(chan struct{}, 1) // the node has seen a body that has not ended
+	half := make(chan struct{}, 1) // the node has read a part of an unfinished body
 	node := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/v1/upload/secret" || r.Header.Get("Authorization") != "" {
 			t.Errorf("%s came with %q", r.URL, r.Header)
@@ -102,7 +102,7 @@ func TestUploadIsForwarded(t *testing.T) {
 				t.Fatalf("%s: %d %s, want %s", name, code, said, want)
 			}
 		}
-		// curl asks before it sends.
+		// curl asks before sending.
 		if code, said := ask(h, "PUT", path, bytes.NewReader(sent), int64(len(sent)), "Expect", "100-continue"); code != 200 {
 			t.Fatalf("%s: %d %s", name, code, said)
 		}

@@ -14,8 +14,8 @@ import (
 	"drover.io/drover/driver/recover"
 )
 
-// An epoch is raised whatever else is written of the volume after it was looked at; but not where its epoch is another
-// one by then.
+// TestEpochIsRaisedBesideOtherWriters: recover raises an epoch although another writer changes the volume meanwhile,
+// but not if the volume's epoch changes.
 func TestEpochIsRaisedBesideOtherWriters(t *testing.T) {
 	w := newWorld(t)
 	d := w.disk()

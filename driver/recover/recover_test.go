@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// world is an API server without loops, and disks.
+// world is an API server without reconcilers, and disks.
 type world struct {
 	*testing.T
 	client client.WithWatch
@@ -78,7 +78,7 @@ func (w *world) disk() *stack.Disk {
 	return d
 }
 
-// node makes a node object that has these disks, ready or not.
+// node makes a node object with the disks, ready or not.
 func (w *world) node(name string, ready bool, disks ...*stack.Disk) {
 	w.Helper()
 	var n api.Node
@@ -115,7 +115,7 @@ func (w *world) image(d *stack.Disk, name string) block.Image {
 	return img
 }
 
-// run is one recovery without waiting for loops, since there are none.
+// run recovers without waiting for reconcilers, because no reconciler runs.
 func (w *world) run(o cli.RecoverOptions) map[string]cli.Finding {
 	w.Helper()
 	o.NoWait = true
@@ -183,15 +183,15 @@ func TestRecordsBecomeObjects(t *testing.T) {
 	}
 }
 
-// Whatever two sources say differently is named and left alone.
+// TestConflicts: recover names every contradiction between two sources, and leaves the objects alone.
 func TestConflicts(t *testing.T) {
 	w := newWorld(t)
 	d, e := w.disk(), w.disk()
 	w.node("one", true, d, e)
 	twice := w.replica(d, "twice")
-	w.must(e.CreateReplica(t.Context(), twice)) // two disks claim one replica
+	w.must(e.CreateReplica(t.Context(), twice)) // two disks claim a replica
 	w.replica(d, "same")
-	w.replica(e, "same") // two volumes of one name
+	w.replica(e, "same") // two volumes of the same name
 	w.image(d, "same")
 	w.image(e, "same")
 	w.replica(d, "other")
@@ -226,7 +226,7 @@ func TestConflicts(t *testing.T) {
 	}
 }
 
-// A disk that came from another machine takes its replicas along; one that two nodes say is theirs does not.
+// TestDiskThatMoved: a disk from another machine takes the replicas along; a disk claimed by two nodes does not.
 func TestDiskThatMoved(t *testing.T) {
 	w := newWorld(t)
 	d := w.disk()
@@ -249,7 +249,8 @@ func TestDiskThatMoved(t *testing.T) {
 	}
 }
 
-// A machine is no more, and its disk is in another one, mounted at the same path: what the first said last is past.
+// TestDiskOfADeadMachine: a machine is dead, and its disk is in another machine, mounted at the same path. The dead
+// node's last status no longer counts.
 func TestDiskOfADeadMachine(t *testing.T) {
 	w := newWorld(t)
 	d := w.disk()
@@ -263,7 +264,7 @@ func TestDiskOfADeadMachine(t *testing.T) {
 	w.must(w.client.Status().Update(t.Context(), &n))
 	w.want(w.run(cli.RecoverOptions{Apply: true}), "Replica "+name(s), cli.FoundMoved, "moved")
 
-	// Its heartbeat is not old yet, and the user knows that it is dead.
+	// The heartbeat of the dead node is not old yet, but the user knows of the death.
 	w.must(w.client.Get(t.Context(), client.ObjectKey{Name: "one"}, &n))
 	n.Status.Heartbeat, n.Status.HeartbeatSeconds = metav1.NewTime(time.Now().Add(time.Hour)), 1
 	w.must(w.client.Status().Update(t.Context(), &n))
