@@ -6,7 +6,7 @@ import (
 	"drover.io/drover/imagestore/format/oracle"
 )
 
-// BenchmarkConvert converts images of real files to raw ones, in turn with qemu-img on two coroutines.
+// BenchmarkConvert converts images of real files to raw images, in turn with qemu-img on two coroutines.
 func BenchmarkConvert(b *testing.B) {
 	raw := oracle.Disk(b, b.TempDir())
 	for name, options := range map[string][]string{

@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/imagestore/format/oracle"
 )
 
-// FuzzOpen: whatever the bytes, there is an image that reads the same in every way, or an error of a known kind.
-// Next to the images by hand, testdata/fuzz/FuzzOpen has small ones of qemu-img.
+// FuzzOpen: for arbitrary bytes, Open returns an image which reads the same in every way, or an error of a known kind.
+// testdata/fuzz/FuzzOpen adds small images of qemu-img to the handmade images.
 func FuzzOpen(f *testing.F) {
 	for _, extended := range []bool{false, true} {
 		for _, z := range []bool{false, true} {
@@ -46,7 +46,8 @@ func FuzzOpen(f *testing.F) {
 		if err != nil {
 			known(err)
 		}
-		// While it arrives it reads the same, or what is wrong shows later; its size need not be known.
+		// While the file arrives, the image reads the same, or reports damage later. The size of the file may be
+		// unknown.
 		for _, size := range []int64{int64(len(b)), -1} {
 			lazy, lazyErr := Open(bytes.NewReader(b), size, Limits{VirtualSize: lim.VirtualSize, Lazy: true})
 			if lazyErr != nil {

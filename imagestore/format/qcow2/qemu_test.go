@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/imagestore/format/oracle"
 )
 
-// qemu-img is the oracle: whatever it makes must read here as it reads there.
+// qemu-img is the oracle: an image made by qemu-img must read the same here.
 
 // opener is Open for the oracle.
 func opener(r io.ReaderAt, size int64) (block.Source, error) {
@@ -27,8 +27,8 @@ func opener(r io.ReaderAt, size int64) (block.Source, error) {
 	return im, nil
 }
 
-// qemuIO runs commands on an image. A compressed write to a cluster that has data fails there with an I/O error, and is
-// nothing to worry about.
+// qemuIO runs commands on an image. A compressed write to a cluster with data fails with an I/O error, which is
+// harmless.
 func qemuIO(t testing.TB, file string, cmds ...string) {
 	t.Helper()
 	args := []string{"-f", "qcow2", "-d", "unmap"}
@@ -56,7 +56,7 @@ func openFile(t testing.TB, path string) *Image {
 	return oracle.OpenFile(t, opener, path).(*Image)
 }
 
-// compare holds an image to what qemu-img reads and maps.
+// compare checks an image against the content and the map read by qemu-img.
 func compare(t *testing.T, path string) {
 	t.Helper()
 	im := oracle.Compare(t, opener, "qcow2", path, oracle.AllExtents).(*Image)
@@ -114,7 +114,7 @@ func scribble(rng *rand.Rand, size, cluster int64, pattern string, n int) []stri
 	return cmds
 }
 
-// patternFile is what the writes take: text-like, code-like and random bytes in turn.
+// patternFile is the content of the writes: text-like, code-like and random bytes in turn.
 func patternFile(t testing.TB) string {
 	path := filepath.Join(t.TempDir(), "pattern")
 	exe, err := os.Executable()
@@ -180,7 +180,7 @@ func TestMatrix(t *testing.T) {
 	}
 }
 
-// TestConverted reads what qemu-img convert makes, as images from the network are made.
+// TestConverted reads images made by qemu-img convert, like images from the network.
 func TestConverted(t *testing.T) {
 	pattern, err := os.ReadFile(patternFile(t))
 	if err != nil {
@@ -224,7 +224,7 @@ func TestSizes(t *testing.T) {
 			compare(t, path)
 			continue
 		}
-		// Large holes are one extent, and the last cluster is read up to the virtual end.
+		// A large hole is a single extent, and the last cluster is read up to the virtual end.
 		im := openFile(t, path)
 		e, err := im.Next(0)
 		if want := (block.Extent{Len: size &^ 0xffff}); err != nil || e != want {

@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/imagestore/format/oracle"
 )
 
-// What is written is a sound image to QEMU, with the content of the source, and to our own reader.
+// TestWrite: QEMU and our own reader find a written image sound, with the content of the source.
 func TestWrite(t *testing.T) {
 	seed := suite.Seed(t)
 	rng := rand.New(rand.NewPCG(seed, 0))
@@ -27,7 +27,7 @@ func TestWrite(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if size > 600<<20 { // two L2 tables, with text that packs
+			if size > 600<<20 { // two L2 tables, with compressible text
 				if _, err := f.WriteAt(bytes.Repeat([]byte("some text that packs well\n"), 1<<17), 550<<20); err != nil {
 					t.Fatal(err)
 				}
@@ -109,7 +109,7 @@ func same(t *testing.T, a, b block.Source) {
 	}
 }
 
-// An image that was not written to its end is none.
+// TestWriteCutOff: an image which was not written to the end is refused.
 func TestWriteCutOff(t *testing.T) {
 	raw := filepath.Join(t.TempDir(), "raw")
 	oracle.Raw(t, rand.New(rand.NewPCG(1, 1)), raw, 32<<20)

@@ -21,8 +21,8 @@ import (
 )
 
 // A small image by hand. Clusters of the file: 0 header, 1 L1, 2 L2 of the first half, 3 L2 of the second, from 4 on
-// data. Clusters of the disk: 0 data, 1 hole, 2 zero, 3 and 4 compressed side by side, 5 data; the last one of the disk
-// is data and cut by its end.
+// data. Clusters of the disk: 0 data, 1 hole, 2 zero, 3 and 4 compressed side by side, 5 data; the last cluster of the
+// disk is data and cut by the disk's end.
 type tiny struct {
 	b        []byte
 	cluster  int
@@ -102,7 +102,7 @@ func (m *tiny) compressed(off, n int) uint64 {
 	return flagPacked | uint64(sectors)<<(62-(bits-8)) | uint64(off)
 }
 
-// entryAt is where the L2 entry of a cluster is in the file.
+// entryAt is the place of a cluster's L2 entry in the file.
 func (m *tiny) entryAt(cluster int) int {
 	if m.extended {
 		return 2*m.cluster + cluster*16
@@ -117,7 +117,7 @@ func (m *tiny) set(cluster int, entry, bitmap uint64) {
 	}
 }
 
-// read opens an image and reads all of it.
+// read opens an image and reads all bytes.
 func read(b []byte, lim Limits) ([]byte, error) {
 	im, err := Open(bytes.NewReader(b), int64(len(b)), lim)
 	if err != nil {
@@ -184,7 +184,7 @@ func TestRefused(t *testing.T) {
 		{"unknown features", u64(72, 1<<5|1<<63), api.Unsupported, "bit 5 and the unknown feature of bit 63"},
 		{"named feature", func(m *tiny) {
 			be.PutUint64(m.b[72:], 1<<40)
-			be.PutUint32(m.b[112:], 0x99999999) // an extension nobody knows, with padding
+			be.PutUint32(m.b[112:], 0x99999999) // an unknown extension, with padding
 			be.PutUint32(m.b[116:], 3)
 			be.PutUint32(m.b[128:], extFeatures)
 			be.PutUint32(m.b[132:], 96)
@@ -300,8 +300,7 @@ func TestLimits(t *testing.T) {
 	}
 }
 
-// TestTruncated: a file that was cut off is refused, or what is missing is not needed. It never reads as something
-// else.
+// TestTruncated: a truncated file is refused, and never reads as other content.
 func TestTruncated(t *testing.T) {
 	images := map[string]*tiny{
 		"zlib": makeTiny(t, 9, false, false), "zstd": makeTiny(t, 9, true, false), "extended": makeTiny(t, 14, false, true),
@@ -318,7 +317,7 @@ func TestTruncated(t *testing.T) {
 				t.Fatalf("%s cut to %d of %d bytes: %v", name, n, len(m.b), err)
 			}
 		}
-		// The file shrinks behind the reader's back.
+		// The file shrinks after Open.
 		im, err := Open(bytes.NewReader(m.b), int64(len(m.b)), Limits{})
 		if err != nil {
 			t.Fatal(err)
@@ -351,7 +350,7 @@ func TestReaderFails(t *testing.T) {
 	}
 }
 
-// TestRefusedQemu refuses what qemu-img itself makes.
+// TestRefusedQemu: unsupported images made by qemu-img are refused.
 func TestRefusedQemu(t *testing.T) {
 	dir := t.TempDir()
 	base := filepath.Join(dir, "base.qcow2")
@@ -384,7 +383,7 @@ func TestRefusedQemu(t *testing.T) {
 	}
 }
 
-// TestMutants damages images at random. What is still read must be what qemu-img reads.
+// TestMutants damages images at random. An image which still reads must read as with qemu-img.
 func TestMutants(t *testing.T) {
 	dir := t.TempDir()
 	pattern := patternFile(t)
@@ -407,7 +406,7 @@ func TestMutants(t *testing.T) {
 		for range n {
 			b := bytes.Clone(clean)
 			for range 1 + rng.IntN(3) {
-				// Most of the damage goes where it matters: the header, the L1 table, an L2 table.
+				// Most of the damage hits the header, the L1 table or an L2 table.
 				at := [...]int{rng.IntN(112), l1 + rng.IntN(64), rng.IntN(len(b)),
 					int(be.Uint64(clean[l1:])&offsetMask) + rng.IntN(512)}[rng.IntN(4)]
 				b[at] ^= 1 << rng.IntN(8)
@@ -423,7 +422,7 @@ func TestMutants(t *testing.T) {
 			if err := os.WriteFile(mutant, b, 0o600); err != nil {
 				t.Fatal(err)
 			}
-			// It may refuse what is of no use for reading: reference counts, snapshots.
+			// qemu-img may refuse damage irrelevant for reading: reference counts, snapshots.
 			if exec.Command("qemu-img", "convert", "-f", "qcow2", "-O", "raw", mutant, raw).Run() != nil {
 				continue
 			}
@@ -432,7 +431,7 @@ func TestMutants(t *testing.T) {
 				t.Fatal(err)
 			}
 			both++
-			// It counts in sectors.
+			// qemu-img counts in sectors.
 			if i := oracle.Differs(got, want); i >= 0 && i < len(got)&^(sector-1) {
 				keep := filepath.Join(os.TempDir(), "drover-mutant.qcow2")
 				if err := os.WriteFile(keep, b, 0o600); err != nil {

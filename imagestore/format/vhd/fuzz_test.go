@@ -9,8 +9,8 @@ import (
 	"drover.io/drover/imagestore/format/oracle"
 )
 
-// FuzzOpen: whatever the bytes, there is an image that reads the same in every way, or an error of a known kind.
-// It starts from an image by hand and small ones of qemu-img. With mend, checksums are made right.
+// FuzzOpen: for arbitrary bytes, Open returns an image which reads the same in every way, or an error of a known kind.
+// The seeds are a handmade image and small images of qemu-img. With mend, the test sets the right checksums.
 func FuzzOpen(f *testing.F) {
 	m := makeTiny()
 	f.Add(m.signed(), true)
@@ -33,7 +33,7 @@ func FuzzOpen(f *testing.F) {
 			b = m.signed()
 		}
 		oracle.Sound(t, open, bytes.NewReader(b), int64(len(b)))
-		// What is accepted as a stream is accepted as a file, and is the same disk.
+		// An image accepted as a stream is accepted as a file, and is the same disk.
 		lim := Limits{VirtualSize: 1 << 40, Stream: true}
 		s, err := Open(bytes.NewReader(b), int64(len(b)), lim)
 		if err != nil || s.Settled() != nil {

@@ -40,7 +40,7 @@ func detect(t *testing.T, path string, fixed bool) {
 	}
 }
 
-// extents: qemu-img looks for the holes of the file that a fixed disk is in.
+// extents: for a fixed disk, qemu-img reports the holes of the file.
 func extents(fixed bool) oracle.Extents {
 	if fixed {
 		return oracle.NoExtents
@@ -88,7 +88,7 @@ func TestConverted(t *testing.T) {
 	}
 }
 
-// TestMakers: the size is that which qemu-img takes, for the makers that it knows.
+// TestMakers: the size equals qemu-img's size, for the makers known to qemu-img.
 func TestMakers(t *testing.T) {
 	const asked = 3000320 // not of any geometry
 	dir := t.TempDir()

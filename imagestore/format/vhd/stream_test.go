@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/imagestore/format/oracle"
 )
 
-// arriving is an image of which only the first bytes have come. It notes what is done with.
+// arriving is an image with only the first bytes so far. arriving notes dropped bytes.
 type arriving struct {
 	t       *testing.T
 	b       []byte
@@ -33,8 +33,8 @@ func (a *arriving) Drop(off, n int64) {
 	}
 }
 
-// A stream is read from its first blocks on, needs no more of the file than what Reach says, and gives back all of a
-// block that was read as a whole.
+// TestStream: a stream can be read from the first blocks on, needs no bytes of the file beyond Reach, and drops all
+// bytes of a block read as a whole.
 func TestStream(t *testing.T) {
 	m := makeTiny()
 	m.entry(0, uint32(tinyData)/sector) // the blocks in the order of the disk: 0, 64, 2
@@ -51,7 +51,7 @@ func TestStream(t *testing.T) {
 		t.Fatal(err)
 	}
 	end, err := im.Reach(0, tinyBlock)
-	if err != nil || end != tinyData+4*sector { // its bits are those of the last block: three sectors
+	if err != nil || end != tinyData+4*sector { // the bits are the last block's: three sectors
 		t.Fatalf("reaches to %d, %v", end, err)
 	}
 	if e.Len != 3*sector {
@@ -86,7 +86,7 @@ func TestStream(t *testing.T) {
 	oracle.Same(t, again, want)
 }
 
-// The footer at the end counts: a stream that was read by another one is refused.
+// TestStreamWithTwoFooters: the footer at the end counts. A stream read by a different footer is refused.
 func TestStreamWithTwoFooters(t *testing.T) {
 	for _, c := range []struct {
 		name  string

@@ -12,7 +12,7 @@ import (
 
 // A small dynamic disk by hand, blocks of 8 KiB (16 sectors). Bytes of the file: 0 copy of the footer, 512 dynamic
 // header, 1536 table, from 2048 on blocks with a bitmap of one sector each, then the footer. Blocks of the disk: 0 all
-// data, 1 hole, 2 data in its sectors 1, 2 and 15, the last one (64) data and cut by the disk's end.
+// data, 1 hole, 2 data in sectors 1, 2 and 15, the last (64) data and cut by the disk's end.
 const (
 	tinyBlock  = 8192
 	tinySize   = 64*tinyBlock + 1536
@@ -52,7 +52,7 @@ func makeTiny() *tiny {
 		be.PutUint16(bitmap, c.bitmap)
 		m.b = append(m.b, bitmap...)
 		for s := range 16 {
-			// What no bit marks is garbage.
+			// A sector without a bit is garbage.
 			b := bytes.Repeat([]byte{byte(c.block), byte(s), 1, 2}, sector/4)
 			m.b = append(m.b, b...)
 			if at := c.block*tinyBlock + s*sector; c.bitmap&(0x8000>>s) != 0 && at < tinySize {
@@ -80,7 +80,7 @@ func (m *tiny) signed() []byte {
 
 func (m *tiny) end() []byte { return m.b[len(m.b)-512:] }
 
-// both edits the footer and its copy.
+// both edits the footer and the copy of the footer.
 func both(edit func(f []byte)) func(m *tiny) {
 	return func(m *tiny) {
 		edit(m.b[:512])
@@ -204,7 +204,7 @@ func TestZoo(t *testing.T) {
 	}
 }
 
-// TestChecksums are those that signed would have mended.
+// TestChecksums: wrong checksums, which signed would correct, are refused.
 func TestChecksums(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -231,7 +231,7 @@ func TestChecksums(t *testing.T) {
 	oracle.Refused(t, limited(Limits{VirtualSize: 1 << 10}), makeTiny().signed(), api.OutOfRange, "limit of 1024")
 }
 
-// TestMemory: the largest table that is allowed, every block of it in the file.
+// TestMemory: the largest allowed table, with every block in the file, needs little memory.
 func TestMemory(t *testing.T) {
 	const size, block = maxSectors * sector, 512 << 10
 	m := makeTiny()
@@ -253,8 +253,8 @@ func TestMemory(t *testing.T) {
 	}
 }
 
-// TestTruncated: a file that was cut off is refused, or what is missing is not needed. It never reads as something
-// else.
+// TestTruncated: a truncated file is refused, or reads in full without the footer. A truncated file never reads as
+// other content.
 func TestTruncated(t *testing.T) {
 	suite.Slow(t)
 	m := makeTiny()
@@ -265,7 +265,7 @@ func TestTruncated(t *testing.T) {
 		case n < 512 && api.Is(err, api.Invalid):
 		case n >= 512 && api.Is(err, api.Corrupt):
 		case err == nil && bytes.Equal(got, m.want) && n >= tinyData+3*tinyStride:
-			// The footer is cut off; its copy is there.
+			// The footer is cut off; the copy remains.
 		default:
 			t.Fatalf("cut to %d of %d bytes: %v", n, len(b), err)
 		}

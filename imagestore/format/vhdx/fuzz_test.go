@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/imagestore/format/oracle"
 )
 
-// The pieces of a file that FuzzOpen changes, one behind the other in its input; all else of the file follows from the
-// place. They are in MiB that are far apart, so the input holds only them.
+// The pieces of a file changed by FuzzOpen, in sequence in the input; the place determines all other bytes of the file.
+// The pieces are MiB apart, so the input holds the pieces alone.
 var pieces = []struct{ off, n int64 }{
 	{0, 64}, {64 * kib, 80}, {128 * kib, 80}, {192 * kib, 112}, {256 * kib, 112}, {tinyTable, 256},
 	{tinyMeta, 224}, {tinyItems, 96}, {tinyLog, 8 * logSector}, {tinyLog + mib - logTail, logTail},
@@ -22,7 +22,7 @@ const (
 	logTail  = 3 * logSector
 )
 
-// sparse is a file of pieces over bytes that follow from the place.
+// sparse is a file of pieces over bytes determined by the place.
 type sparse map[int64][]byte
 
 func (s sparse) ReadAt(p []byte, off int64) (n int, err error) {
@@ -48,7 +48,7 @@ func (s sparse) ReadAt(p []byte, off int64) (n int, err error) {
 	return len(p), err
 }
 
-// build makes the file of an input, with checksums that are right.
+// build makes the file of an input, with right checksums.
 func build(in []byte) sparse {
 	s := sparse{}
 	for _, p := range pieces {
@@ -85,7 +85,7 @@ func take(b []byte) (in []byte) {
 	return in
 }
 
-// TestPieces: the input of FuzzOpen has all that matters.
+// TestPieces: the input of FuzzOpen is enough for a full replay.
 func TestPieces(t *testing.T) {
 	for _, r := range replays {
 		if r.entries < 2 {
@@ -100,8 +100,8 @@ func TestPieces(t *testing.T) {
 	}
 }
 
-// FuzzOpen: whatever the bytes, there is an image that reads the same in every way, or an error of a known kind.
-// It starts from images by hand and small ones of qemu-img.
+// FuzzOpen: for arbitrary bytes, Open returns an image which reads the same in every way, or an error of a known kind.
+// The seeds are handmade images and small images of qemu-img.
 func FuzzOpen(f *testing.F) {
 	f.Add(take(makeTiny(512).b))
 	f.Add(take(makeTiny(4096).b))

@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/imagestore/format/oracle"
 )
 
-// write is what an entry of a log does: data of 4 KiB, or zeros.
+// write is the effect of a log's entry: data of 4 KiB, or zeros.
 type write struct {
 	off  int64
 	data []byte
@@ -18,8 +18,8 @@ type write struct {
 
 var tinyLogID = guid{1, 2, 3}
 
-// log puts an entry into the log at a place in the ring, and says where the next one goes. tail is that of the
-// sequence.
+// log puts an entry into the log at a place in the ring, and returns the next entry's place. tail is the sequence's
+// tail.
 func (m *tiny) log(at, tail int64, sequence uint64, writes ...write) int64 {
 	for i := range 2 {
 		copy(m.header(i)[48:], tinyLogID[:])
@@ -57,23 +57,23 @@ func (m *tiny) log(at, tail int64, sequence uint64, writes ...write) int64 {
 	return (at + int64(len(b))) % mib
 }
 
-// ring puts a whole entry, its checksum made right, into the log.
+// ring puts a whole entry into the log, with the right checksum.
 func (m *tiny) ring(at int64, b []byte) {
 	le.PutUint32(b[4:], checksum(b))
 	n := copy(m.b[tinyLog+at:tinyLog+mib], b)
 	copy(m.b[tinyLog:], b[n:])
 }
 
-// table is the piece of the table that is in use.
+// table is the used piece of the table.
 func (m *tiny) table() []byte { return bytes.Clone(m.b[tinyTable : tinyTable+logSector]) }
 
 const high = 5 << 32 // sequence numbers have 64 bits
 
-// replays are logs of a disk that reads as if it had none.
+// replays are logs; after the replay, the disk reads as want.
 var replays = []struct {
 	name    string
 	entries int
-	foreign bool // qemu-img 7.2 does not read it
+	foreign bool // qemu-img 7.2 does not read the log
 	edit    func(m *tiny)
 }{
 	{"none", 0, false, func(*tiny) {}},
@@ -223,7 +223,7 @@ func TestLogZoo(t *testing.T) {
 	m := makeTiny(512)
 	m.log(0, 0, 7, table(m))
 	oracle.Refused(t, limited(Limits{Log: mib / 2}), m.signed(), api.OutOfRange, "exceeds the limit of 524288")
-	// A log of entries that claim to be as long as the log, and are not whole.
+	// A log of incomplete entries which claim the length of the log.
 	m = makeTiny(512)
 	for at := int64(0); at < mib; at += logSector {
 		m.log(at, at, 7)
@@ -232,8 +232,8 @@ func TestLogZoo(t *testing.T) {
 	oracle.Refused(t, opener, m.signed(), api.Corrupt, "full of incomplete entries")
 }
 
-// TestMemory: the largest log that is allowed, in one entry that goes on at the start of the ring, and a file that is
-// to become as large as a file may.
+// TestMemory: the largest allowed log, in an entry which continues at the start of the ring, needs little memory, also
+// for a file growing to the largest allowed size.
 func TestMemory(t *testing.T) {
 	const ring = 32 * mib
 	m := makeTiny(512)
@@ -271,7 +271,7 @@ func TestMemory(t *testing.T) {
 	}
 }
 
-// TestChanges holds the list of changes to plain memory.
+// TestChanges compares the list of changes with plain memory.
 func TestChanges(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 200 {

@@ -73,7 +73,7 @@ func TestConverted(t *testing.T) {
 	}
 }
 
-// TestReplay: a log that qemu-img replays comes to the same in memory.
+// TestReplay: a log replayed by qemu-img gives the same content in memory.
 func TestReplay(t *testing.T) {
 	for _, c := range replays {
 		t.Run(c.name, func(t *testing.T) {

@@ -12,7 +12,7 @@ import (
 
 // A small dynamic disk by hand, blocks of 1 MiB. MiB of the file: 0 headers, 1 log, 2 block allocation table, 3
 // metadata, from 4 on blocks. Blocks of the disk: 0 and 5 data, in this order backwards in the file, 1 not present, 2
-// zero, 3 undefined, 4 unmapped, 9 data, the last one (10) data and cut by the disk's end.
+// zero, 3 undefined, 4 unmapped, 9 data, the last (10) data and cut by the disk's end.
 const (
 	tinySize  = 10*mib + 4096
 	tinyLog   = 1 * mib
@@ -114,7 +114,7 @@ func TestTiny(t *testing.T) {
 		if i := im.Info(); i.Creator != "drov" || i.Data != 3*mib+4096 || i.LogicalSectorSize != int64(logical) || i.Fixed {
 			t.Fatalf("%+v", i)
 		}
-		// One header and one region table are enough; the newer header counts.
+		// A single header and a single region table are enough; the newer header counts.
 		for i := range 2 {
 			damaged := &tiny{b: bytes.Clone(b)}
 			damaged.header(i)[1000]++
@@ -130,8 +130,8 @@ func TestTiny(t *testing.T) {
 	}
 }
 
-// TestRatio: in large disks an entry of a sector bitmap is behind every chunk of blocks, of a size that follows from
-// the sector size.
+// TestRatio: in large disks, an entry of a sector bitmap follows every group of blocks. The sector size determines the
+// size of the group.
 func TestRatio(t *testing.T) {
 	for _, logical := range []uint32{512, 4096} {
 		m := makeTiny(logical)
@@ -139,7 +139,7 @@ func TestRatio(t *testing.T) {
 		le.PutUint64(m.value(1), uint64(3*ratio*mib))
 		number := 2*ratio - 1
 		m.block(int(number+1), uint64(len(m.b))|stateFullyPresent)
-		m.block(int(ratio), uint64(len(m.b))|statePartly) // not that of a block
+		m.block(int(ratio), uint64(len(m.b))|statePartly) // the entry of a sector bitmap
 		m.b = append(m.b, bytes.Repeat([]byte{9}, mib)...)
 		b := m.signed()
 		im, err := Open(bytes.NewReader(b), int64(len(b)), Limits{})
@@ -258,7 +258,7 @@ func TestZoo(t *testing.T) {
 	oracle.Refused(t, limited(Limits{VirtualSize: mib}), makeTiny(512).signed(), api.OutOfRange, "limit of 1048576")
 }
 
-// TestTruncated: a file that was cut off is refused.
+// TestTruncated: a truncated file is refused.
 func TestTruncated(t *testing.T) {
 	b := makeTiny(512).signed()
 	for n := 0; n < len(b); n += 4096*5 + 1 {
@@ -270,7 +270,7 @@ func TestTruncated(t *testing.T) {
 			t.Fatalf("cut to %d of %d bytes: %v", n, len(b), err)
 		}
 	}
-	// What a file needs of its last block is what belongs to the disk.
+	// A file needs the last block only up to the disk's end.
 	m := makeTiny(512)
 	m.block(9, stateZero)
 	clear(m.want[9*mib : 10*mib])

@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/imagestore/format/oracle"
 )
 
-// FuzzOpen: whatever the bytes, there is an image that reads the same in every way, or an error of a known kind.
-// It starts from images by hand and small ones of qemu-img.
+// FuzzOpen: for arbitrary bytes, Open returns an image which reads the same in every way, or an error of a known kind.
+// The seeds are handmade images and small images of qemu-img.
 func FuzzOpen(f *testing.F) {
 	for _, compressed := range []bool{false, true} {
 		m := makeTiny(compressed)
@@ -33,7 +33,7 @@ func FuzzOpen(f *testing.F) {
 	open := limited(Limits{VirtualSize: 1 << 40})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		oracle.Sound(t, open, bytes.NewReader(b), int64(len(b)))
-		// While it arrives it reads the same, or what is wrong shows later.
+		// While the file arrives, the image reads the same, or reports damage later.
 		im, err := Open(bytes.NewReader(b), int64(len(b)), Limits{VirtualSize: 32 << 20})
 		if err != nil || im.Info().Redundant {
 			return
@@ -53,8 +53,8 @@ func FuzzOpen(f *testing.F) {
 	})
 }
 
-// FuzzDescriptor: whatever text a file says of itself, what is accepted is one disk in this file alone, and what is not
-// is refused with a message that fits into a line.
+// FuzzDescriptor: with any descriptor text, an accepted image is a disk in this file alone, and a refused image gets a
+// message of a single line.
 func FuzzDescriptor(f *testing.F) {
 	sparse := fmt.Sprintf(tinyText, "monolithicSparse")
 	for _, s := range []string{sparse, fmt.Sprintf(tinyText, "streamOptimized"), fmt.Sprintf(tinyText, "twoGbMaxExtentFlat"),

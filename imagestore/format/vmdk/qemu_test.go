@@ -30,7 +30,7 @@ var (
 	streamed = limited(Limits{Stream: true})
 )
 
-// TestWritten reads sparse images that were written to at random places.
+// TestWritten reads sparse images with writes at random places.
 func TestWritten(t *testing.T) {
 	for i, options := range []string{"", "zeroed_grain=on", "compat6=on", "hwversion=17,adapter_type=lsilogic"} {
 		for j, size := range []int64{512, 65536, 65536 + 512, 40<<20 + 7*512, 100 << 20} {
@@ -48,7 +48,7 @@ func TestWritten(t *testing.T) {
 	}
 }
 
-// TestConverted reads what qemu-img convert makes.
+// TestConverted reads images made by qemu-img convert.
 func TestConverted(t *testing.T) {
 	for i, options := range []string{"subformat=monolithicSparse", "subformat=streamOptimized", "zeroed_grain=on",
 		"compat6=on", "subformat=streamOptimized,zeroed_grain=on"} {
@@ -81,7 +81,7 @@ func TestConverted(t *testing.T) {
 	}
 }
 
-// atTheEnd makes the image one that was written as a stream: its directory is only known to a footer.
+// atTheEnd turns the image into a stream: only a footer names the directory.
 func atTheEnd(t *testing.T, path string) []byte {
 	b, err := os.ReadFile(path)
 	if err != nil {
@@ -102,7 +102,7 @@ func withFooter(b []byte) []byte {
 	return append(append(append(b, mark...), foot...), make([]byte, sector)...)
 }
 
-// TestRefusedQemu refuses the disks of several files that qemu-img makes.
+// TestRefusedQemu: disks of several files made by qemu-img are refused.
 func TestRefusedQemu(t *testing.T) {
 	dir := t.TempDir()
 	base := filepath.Join(dir, "base.vmdk")

@@ -15,9 +15,10 @@ import (
 	"drover.io/drover/imagestore/format/oracle"
 )
 
-// A small image by hand, grains of 4 KiB. Sectors of the file: 0 header, 1 and 2 descriptor, 3 directory, 4 and 8 its
-// tables, 12 the redundant directory, 13 and 17 its tables, from 24 on grains. Grains of the disk: 0 and 3 data side by
-// side in the file, 1 hole, 2 zero, 4 data; the last one, in the second table, is data and cut by the disk's end.
+// A small image by hand, grains of 4 KiB. Sectors of the file: 0 header, 1 and 2 descriptor, 3 directory, 4 and 8 the
+// directory's tables, 12 the redundant directory, 13 and 17 the redundant tables, from 24 on grains. Grains of the
+// disk: 0 and 3 data side by side in the file, 1 hole, 2 zero, 4 data; the last grain, in the second table, is data and
+// cut by the disk's end.
 const (
 	tinyGrain = 4096
 	tinySize  = 514*tinyGrain + 1024
@@ -77,7 +78,7 @@ func makeTiny(compressed bool) *tiny {
 	return m
 }
 
-// packed is a compressed grain with its marker, padded to sectors.
+// packed is a compressed grain with a marker, padded to sectors.
 func packed(grain int, plain []byte, level int) []byte {
 	var z bytes.Buffer
 	w, err := zlib.NewWriterLevel(&z, level)
@@ -105,7 +106,7 @@ func (m *tiny) text(s string) {
 // entry sets entry i of a table at a sector.
 func (m *tiny) entry(at, i int, v uint32) { le.PutUint32(m.b[at*sector+4*i:], v) }
 
-// grain sets the entry of a grain in both of its tables.
+// grain sets the entry of a grain in both tables.
 func (m *tiny) grain(g int, v uint32) {
 	m.entry(tinyGT, g, v)
 	m.entry(tinyRGD+1, g, v)
@@ -142,7 +143,7 @@ func TestTiny(t *testing.T) {
 	}
 }
 
-// TestRedundant: where the directory or one of its tables is damaged, the redundant ones are read.
+// TestRedundant: the redundant directory and tables replace a damaged directory or table.
 func TestRedundant(t *testing.T) {
 	for name, edit := range map[string]func(m *tiny){
 		"directory outside":  func(m *tiny) { le.PutUint64(m.b[56:], 1<<40) },
@@ -279,7 +280,7 @@ func TestZoo(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m := makeTiny(c.compressed)
-			m.b[8] &^= flagRedundant // else that is what is read
+			m.b[8] &^= flagRedundant // else the redundant tables are read
 			c.edit(m)
 			for _, open := range []oracle.Opener{opener, streamed} {
 				oracle.Refused(t, open, m.b, c.kind, c.says)
@@ -291,7 +292,7 @@ func TestZoo(t *testing.T) {
 func TestLimits(t *testing.T) {
 	m := makeTiny(false)
 	oracle.Refused(t, limited(Limits{VirtualSize: 1 << 20}), m.b, api.OutOfRange, "virtual size")
-	// A bomb that unpacks to what its data says, grain by grain: 64 KiB of zeros in a sector each.
+	// A bomb which unpacks to the announced size, grain by grain: 64 KiB of zeros in a sector each.
 	path := filepath.Join(t.TempDir(), "bomb.vmdk")
 	oracle.Qemu(t, "sh", "-c", fmt.Sprintf("truncate -s 128M %s.raw && qemu-img convert -f raw -O vmdk -S 0 "+
 		"-o subformat=streamOptimized %s.raw %s", path, path, path))
@@ -306,7 +307,7 @@ func TestLimits(t *testing.T) {
 	}
 }
 
-// TestMemory: the largest directory that is allowed.
+// TestMemory: the largest allowed directory needs little memory.
 func TestMemory(t *testing.T) {
 	m := makeTiny(false)
 	le.PutUint64(m.b[20:], 64<<10/sector)
@@ -317,7 +318,7 @@ func TestMemory(t *testing.T) {
 		copy(p, m.b[min(off, int64(len(m.b))):])
 		if at := off - 1<<20*sector; at >= 0 && at < maxTables*4 {
 			for i := range len(p) / 4 {
-				// The last one is the first once more, so that they need not be walked.
+				// The last table repeats the first, so that the reader need not walk the tables.
 				le.PutUint32(p[i*4:], 1<<22+(uint32(at)/4+uint32(i))%(maxTables-1)*4)
 			}
 		}
@@ -327,8 +328,8 @@ func TestMemory(t *testing.T) {
 	}
 }
 
-// TestTruncated: a file that was cut off is refused, or what is missing is not needed. It never reads as something
-// else.
+// TestTruncated: a truncated file is refused, or reads in full without the last padding. A truncated file never reads
+// as other content.
 func TestTruncated(t *testing.T) {
 	for _, compressed := range []bool{false, true} {
 		m := makeTiny(compressed)
@@ -340,7 +341,7 @@ func TestTruncated(t *testing.T) {
 				case n < 4 && api.Is(err, api.Invalid):
 				case n >= 4 && api.Is(err, api.Corrupt):
 				case err == nil && bytes.Equal(got, m.want) && n > m.at(514)+1:
-					// What is cut off is the padding of the last grain.
+					// Only the padding of the last grain is cut off.
 				default:
 					t.Fatalf("compressed %v, cut to %d of %d bytes: %v", compressed, n, len(b), err)
 				}

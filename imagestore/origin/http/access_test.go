@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// wants is a server of body for those who say the right thing.
+// wants serves body to requests accepted by right.
 func wants(t *testing.T, body []byte, right func(r *http.Request) bool) string {
 	t.Helper()
 	url, _ := serve(t, func(_ int, w http.ResponseWriter, r *http.Request) {
@@ -52,7 +52,7 @@ func TestDownloadWithCredentials(t *testing.T) {
 		{"none", bearer, Access{}, false},
 	} {
 		o := quick
-		o.RangeSize = 64 << 10 // every range needs them
+		o.RangeSize = 64 << 10 // every range needs credentials
 		o.Access = c.access
 		o.Allow = anywhere
 		got, _, err := fetch(t, wants(t, body, c.right), o)
@@ -87,7 +87,8 @@ func TestAccessThatCannotBeSent(t *testing.T) {
 	}
 }
 
-// Credentials stay with the server that the user named, also on the way back to it.
+// TestCredentialsAreNotSentOn: credentials stay with the server named by the user, and do not come back with a redirect
+// from another server.
 func TestCredentialsAreNotSentOn(t *testing.T) {
 	body := content(300_000)
 	var leaked, asked atomic.Int32
@@ -136,7 +137,7 @@ func TestCredentialsAreNotSentOn(t *testing.T) {
 	}
 }
 
-// What a redirect led to may end: the address itself is asked again then.
+// TestDownloadThroughSignedAddresses: a redirect's target may expire. The download then asks the first address again.
 func TestDownloadThroughSignedAddresses(t *testing.T) {
 	body := content(1 << 20)
 	var signs atomic.Int32
@@ -146,7 +147,7 @@ func TestDownloadThroughSignedAddresses(t *testing.T) {
 			return
 		}
 		if signs.Load() == 1 && !strings.HasPrefix(r.Header.Get("Range"), "bytes=0-") {
-			signs.Add(1) // this one still works, all later ones need a new signature
+			signs.Add(1) // this request still works, all later requests need a new signature
 		}
 		some(w, r, body, -1)
 	})
@@ -180,7 +181,8 @@ func TestDownloadWithOwnAuthority(t *testing.T) {
 	}
 }
 
-// Addresses inside are refused unless they are allowed: literal ones, what names resolve to, and what others lead to.
+// TestDownloadStaysOutside: internal addresses are refused unless allowed: literal addresses, addresses of names, and
+// targets of redirects.
 func TestDownloadStaysOutside(t *testing.T) {
 	body := content(1 << 20)
 	var hits atomic.Int32
@@ -209,7 +211,7 @@ func TestDownloadStaysOutside(t *testing.T) {
 		{"an allowed one", inside.URL, anywhere, true},
 		{"a name", "http://localhost:" + port, nil, false},
 		{"the metadata service", "http://169.254.169.254/latest", nil, false},
-		// Both are on this machine: .1 plays the public address, .2 the one inside.
+		// Both servers are on this machine: .1 plays the public address, .2 the internal address.
 		{"a redirect", outside, loopbackOnly, false},
 		{"a redirect where all is allowed", outside, anywhere, true},
 	} {

@@ -22,11 +22,11 @@ import (
 
 func anywhere(netip.Addr) bool { return true }
 
-// quick tries again at once, but gives a machine that has much to do its time.
+// quick tries again at once, but gives a busy machine time.
 var quick = Options{Access: Access{Allow: anywhere}, Start: 20 * time.Second, Stall: 20 * time.Second,
 	Pause: time.Millisecond}
 
-// impatient is for servers that are silent.
+// impatient is for silent servers.
 func impatient(o Options) Options {
 	o.Start, o.Stall = 300*time.Millisecond, 300*time.Millisecond
 	return o
@@ -39,7 +39,7 @@ func content(n int) []byte {
 	return b
 }
 
-// serve is a server whose n-th request (from 0) is answered by answer.
+// serve starts a server. answer answers the n-th request (from 0).
 func serve(t *testing.T, answer func(n int, w http.ResponseWriter, r *http.Request)) (string, *atomic.Int32) {
 	t.Helper()
 	var count atomic.Int32
@@ -126,7 +126,8 @@ func TestDownloadResumesASilentServer(t *testing.T) {
 	}
 }
 
-// refusing is an address where nobody listens: its port is taken, so that no other process can listen there meanwhile.
+// refusing is an address without a listener: a socket has the port, so that no other process can listen there
+// meanwhile.
 func refusing(t *testing.T) string {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)

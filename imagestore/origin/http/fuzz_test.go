@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// FuzzAccess: what a Secret holds either cannot be sent, and the message repeats no value, or it arrives as it is, and
-// as nothing else.
+// FuzzAccess: a Secret's content either cannot be sent, with a message which repeats no value, or arrives unchanged,
+// with nothing else.
 func FuzzAccess(f *testing.F) {
 	for _, s := range [][4]string{{"me", "hunter2", "", ""}, {"", "", "token", "X-Key"}, {"a:b", "c", "", ""},
 		{"me\r\nHost: x", "p", "", "Authorization"}, {"", "", "a\nb", "Content-Length"}, {"", "", "", "x y"}, {"", "p", "", ":"}} {
@@ -73,8 +73,7 @@ func FuzzAccess(f *testing.F) {
 	})
 }
 
-// FuzzAddress: no way to write an address connects to the inside, and no address that is shown has a password or a
-// query.
+// FuzzAddress: no way to write an address connects to the inside, and no shown address has a password or a query.
 func FuzzAddress(f *testing.F) {
 	for _, s := range []string{"127.0.0.1:80", "[::1]:80", "[::ffff:10.0.0.1]:443", "[64:ff9b::7f00:1]:80", "[2002:7f00:1::]:80",
 		"[fe80::1%eth0]:80", "0.0.0.0:1", "169.254.169.254:80", "8.8.8.8:80", "[2606:4700::1]:443", "0177.0.0.1:80",
@@ -98,7 +97,7 @@ func FuzzAddress(f *testing.F) {
 		}
 		again, err := url.Parse(redactURL(u))
 		if err != nil {
-			return // a port that is none is shown as it can be
+			return // an invalid port is shown as far as possible
 		}
 		if again.User != nil || again.Fragment != "" || again.RawQuery != "" && again.RawQuery != "..." ||
 			again.Host != u.Host || again.Path != u.Path {

@@ -12,7 +12,8 @@ import (
 	"testing"
 )
 
-// The environment names the proxy. It is looked at once in a process, so each download here has one of its own.
+// TestProxyOfTheEnvironment: the environment names the proxy. A process reads the environment once, so each download
+// here has a process of its own.
 func TestProxyOfTheEnvironment(t *testing.T) {
 	const variable = "DROVER_TEST_DOWNLOAD"
 	if url := os.Getenv(variable); url != "" {

@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// pieces is quick with pieces so small that there are many.
+// pieces is quick with small, and so many, pieces.
 func pieces(connections int) Options {
 	o := quick
 	o.RangeSize, o.Connections = 100_000, connections
@@ -46,7 +46,7 @@ func (c *crowd) in() func() {
 func TestRangesComeAtOnce(t *testing.T) {
 	body := content(5_000_123)
 	var c crowd
-	var all sync.WaitGroup // no answer before four requests are there
+	var all sync.WaitGroup // no answer before four requests have arrived
 	all.Add(4)
 	url, count := serve(t, func(n int, w http.ResponseWriter, r *http.Request) {
 		defer c.in()()
@@ -73,7 +73,7 @@ func TestRangesComeAtOnce(t *testing.T) {
 	}
 }
 
-// Whatever pieces a reader takes and wherever connections are cut, the bytes are those of the server.
+// TestRangesAreInOrder: the bytes are the server's, for all sizes of reads and with cut connections.
 func TestRangesAreInOrder(t *testing.T) {
 	for _, size := range []int{99_999, 100_000, 100_001, 200_000, 399_999, 400_000, 1_234_567} {
 		for _, connections := range []int{1, 2, 4} {
@@ -138,7 +138,7 @@ func TestDownloadFromAMark(t *testing.T) {
 	}
 }
 
-// A server that wants fewer connections gets fewer, and the download comes to its end.
+// TestServerOfFewConnections: a server which asks for fewer connections gets fewer, and the download completes.
 func TestServerOfFewConnections(t *testing.T) {
 	body := content(2_000_000)
 	for _, limit := range []int{1, 2} {
@@ -161,7 +161,7 @@ func TestServerOfFewConnections(t *testing.T) {
 	}
 }
 
-// A server that is busy for a while in the middle is waited for.
+// TestServerThatIsBusyInTheMiddle: the download waits for a server which is busy for a while.
 func TestServerThatIsBusyInTheMiddle(t *testing.T) {
 	body := content(2_000_000)
 	var refused atomic.Int32
@@ -181,7 +181,8 @@ func TestServerThatIsBusyInTheMiddle(t *testing.T) {
 	}
 }
 
-// Servers that do not agree on the content's name (several behind one address) are read over one connection.
+// TestServersThatDisagree: several servers behind the same address, with different validators, are read over a single
+// connection.
 func TestServersThatDisagree(t *testing.T) {
 	body := content(1_000_000)
 	url, _ := serve(t, func(n int, w http.ResponseWriter, r *http.Request) {
@@ -259,7 +260,8 @@ func TestRangeErrors(t *testing.T) {
 	}
 }
 
-// Lies in the first answer lead to one connection and all bytes, or to an error; never to wrong bytes.
+// TestFirstAnswers: lies in the first answer lead to a single connection and all bytes, or to an error; never to wrong
+// bytes.
 func TestFirstAnswers(t *testing.T) {
 	body := content(300_000)
 	for name, lie := range map[string]func(w http.ResponseWriter){
@@ -293,7 +295,7 @@ func TestFirstAnswers(t *testing.T) {
 	}
 }
 
-// A download that is left in the middle leaves no goroutine and no connection.
+// TestCloseInTheMiddle: a download closed in the middle leaves no goroutine and no connection.
 func TestCloseInTheMiddle(t *testing.T) {
 	suite.Slow(t)
 	body := content(3_000_000)

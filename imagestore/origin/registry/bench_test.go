@@ -9,8 +9,8 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
-// BenchmarkOpen reads a disk of 256 MiB, half of it noise, from a registry of this process. What it adds to the heap
-// is told too: it must not grow with the disk.
+// BenchmarkOpen reads a disk of 256 MiB, half noise, from a registry of this process. The benchmark also reports the
+// allocated memory, which must not grow with the disk.
 func BenchmarkOpen(b *testing.B) {
 	body := make([]byte, 256<<20)
 	for i := 0; i < len(body); i += 128 << 10 {

@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// guardian asks for credentials before the registry, as "basic" or as "bearer" with a token of its own service, which
-// expire as often as they are used uses times.
+// guardian asks for credentials before the registry, as "basic" or as "bearer" with a token service of its own. A token
+// expires after uses requests.
 type guardian struct {
 	how  string
 	uses int32
@@ -70,7 +70,7 @@ func TestCredentials(t *testing.T) {
 			o.Password = "hunter2"
 			same(t, w.ref("a:1"), o, body)
 
-			// A token for two requests: the manifest, the layer; then it is cut, and the token is of no use any more.
+			// A token for two requests: the manifest, the layer; then the layer is cut, and the token has expired.
 			g.uses = 2
 			var n atomic.Int32
 			w.door = func(rw http.ResponseWriter, r *http.Request, next http.Handler) {
@@ -88,7 +88,8 @@ func TestCredentials(t *testing.T) {
 	}
 }
 
-// Layers often lie on another server: it must not see what the registry is told.
+// TestCredentialsStayWithTheRegistry: layers are often on another server, which must not see the registry's
+// credentials.
 func TestCredentialsStayWithTheRegistry(t *testing.T) {
 	body := noise(1 << 20)
 	for _, how := range []string{"basic", "bearer"} {

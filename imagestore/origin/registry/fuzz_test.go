@@ -17,8 +17,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// FuzzWalk feeds two layers of anything to what looks for the disk. Whatever they are, what is found is one ordinary
-// file with a name and a size that can be, in a place where no upper layer hides it.
+// FuzzWalk feeds two arbitrary layers to the search for the disk. A found disk is a single ordinary file with a
+// possible name and size, and no upper layer hides the file.
 func FuzzWalk(f *testing.F) {
 	x := []byte("some bytes")
 	for _, a := range [][]byte{disked(f, x), tarOf(f, file{name: "disk/a", body: x}, file{name: "disk/b", body: x}),
@@ -79,7 +79,7 @@ func FuzzWalk(f *testing.F) {
 	})
 }
 
-// FuzzManifest feeds anything to what reads manifests: an answer has layers or images, within the limits.
+// FuzzManifest feeds arbitrary bytes to the parser of manifests: an answer has layers or images, within the limits.
 func FuzzManifest(f *testing.F) {
 	layer := object{"mediaType": types.OCILayer, "size": 10, "digest": digest(nil)}
 	for _, m := range []object{image(types.OCIManifestSchema1, layer), {"schemaVersion": 1, "fsLayers": []object{{}}},
@@ -113,7 +113,7 @@ func FuzzManifest(f *testing.F) {
 	})
 }
 
-// FuzzReference: what can be read as a reference names a host and a repository, and no way out of the address.
+// FuzzReference: a valid reference names a host and a repository, and no way out of the address.
 func FuzzReference(f *testing.F) {
 	for _, s := range []string{"registry.example.com/a:b", "[::1]:5/a@" + digest(nil), "localhost/a/../b", "a:b@c/d"} {
 		f.Add(Scheme + s)
@@ -129,8 +129,8 @@ func FuzzReference(f *testing.F) {
 	})
 }
 
-// FuzzLogin: what is found in a Docker configuration is the account of the image's own registry, and no message repeats
-// anything of the configuration.
+// FuzzLogin: an account found in a Docker configuration is the account of the image's own registry, and no message
+// repeats the configuration.
 func FuzzLogin(f *testing.F) {
 	for _, s := range []string{`{"auths":{"registry.example.com":{"username":"u","password":"hunter2"}}}`,
 		`{"auths":{"https://registry.example.com/v2/":{"auth":"cm9ib3Q6aHVudGVyMg=="},"other.example.com":{}}}`,

@@ -18,7 +18,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// From a registry to a layer on a disk: a raw file, a qcow2, and bytes that turn out to be others at the very end.
+// TestImport imports from a registry to a layer on a disk: a raw file, a qcow2 file, and a blob with a wrong byte at
+// the very end.
 func TestImport(t *testing.T) {
 	dir := t.TempDir()
 	raw := append(noise(4<<20), make([]byte, 12<<20)...)
@@ -66,7 +67,7 @@ func TestImport(t *testing.T) {
 				t.Fatalf("the layer holds something else: %v", err)
 			}
 
-			// The last byte of the blob is another one: in the filling, behind the disk.
+			// The last byte of the blob is wrong, in the padding behind the disk.
 			w.door = func(rw http.ResponseWriter, r *http.Request, next http.Handler) {
 				if isBlob(r) {
 					rw = &flipper{rw, len(disked(t, body)) + 8<<10 - 1}

@@ -18,7 +18,7 @@ func (a answerOf) RoundTrip(req *http.Request) (*http.Response, error) {
 }
 
 // TestManifestGuardBoundsWhatTheLibraryReads: a manifest beyond the limits never reaches the library's parser; other
-// answers pass as they are.
+// answers pass unchanged.
 func TestManifestGuardBoundsWhatTheLibraryReads(t *testing.T) {
 	list := func(n int) string { return `{"layers":[` + strings.TrimSuffix(strings.Repeat("{},", n), ",") + `]}` }
 	nested := func(n int) string { return strings.Repeat("[", n) + strings.Repeat("]", n) }

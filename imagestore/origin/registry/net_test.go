@@ -28,7 +28,7 @@ func isBlob(r *http.Request) bool {
 	return r.Method == http.MethodGet && strings.Contains(r.URL.Path, "/blobs/")
 }
 
-// cutter lets so many bytes of a body through and breaks the connection.
+// cutter passes the first bytes of a body and breaks the connection.
 type cutter struct {
 	http.ResponseWriter
 	left int
@@ -141,7 +141,7 @@ func TestFaultyRegistries(t *testing.T) {
 		at   string // which requests the door is for
 		door door
 		kind api.Kind
-		text string // empty: it works all the same
+		text string // kind 0: the fetch succeeds
 	}{
 		"silent before the first answer": {"/v2/", hang, api.Unavailable, "sent nothing within 1s"},
 		"silent before the manifest":     {"/manifests/", hang, api.Unavailable, "sent nothing within 1s"},
@@ -244,7 +244,7 @@ func TestFaultyRegistries(t *testing.T) {
 			if strings.HasPrefix(name, "silent") {
 				o.Start, o.Stall = time.Second, time.Second
 			}
-			if strings.HasPrefix(name, "silent") && strings.Contains(name, "in the layer") { // requests before it are answered
+			if strings.HasPrefix(name, "silent") && strings.Contains(name, "in the layer") { // earlier requests are answered
 				o.Start, o.Stall, o.Resumes = 10*time.Second, 10*time.Second, 1
 			}
 			w := plainWorld(t)
@@ -269,13 +269,14 @@ func TestFaultyRegistries(t *testing.T) {
 	}
 }
 
-// The token service is waited for as the registry is, and how long it asks to be left alone reaches the importer.
+// TestBusyTokenService: a fetch waits for the token service as for the registry, and the requested delay reaches the
+// importer.
 func TestBusyTokenService(t *testing.T) {
 	body := noise(100_000)
 	for name, c := range map[string]struct {
 		busy  int32 // answers
 		after string
-		wait  time.Duration // 0: it works all the same
+		wait  time.Duration // 0: the fetch succeeds
 		text  string
 	}{
 		"for a moment": {2, "0", 0, ""},
@@ -318,7 +319,8 @@ func TestBusyTokenService(t *testing.T) {
 	}
 }
 
-// refusing is an address where nobody listens: its port is taken, so that no other process can listen there meanwhile.
+// refusing is an address without a listener: a socket has the port, so that no other process can listen there
+// meanwhile.
 func refusing(t *testing.T) string {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -360,7 +362,7 @@ func TestAddressesInside(t *testing.T) {
 	}
 }
 
-// own is an address of this machine that is no loopback one.
+// own is an address of this machine outside of loopback.
 func own(t *testing.T) string {
 	t.Helper()
 	addrs, err := net.InterfaceAddrs()
@@ -399,7 +401,7 @@ func TestPlainHTTP(t *testing.T) {
 	same(t, w.ref("a:1"), o, []byte("x"))
 }
 
-// What is there answers a TLS handshake with something that does not even look like HTTP.
+// TestNoTLSThere: the server answers a TLS handshake with bytes which do not even look like HTTP.
 func TestNoTLSThere(t *testing.T) {
 	ln, err := net.Listen("tcp", own(t)+":0")
 	if err != nil {
@@ -445,7 +447,7 @@ func TestTLS(t *testing.T) {
 	o.CA = ca
 	same(t, w.ref("a:1"), o, body)
 
-	// From there, a layer is not taken over plain http either.
+	// A registry with TLS cannot redirect a layer to plain http either.
 	w.door = func(rw http.ResponseWriter, r *http.Request, next http.Handler) {
 		if isBlob(r) {
 			http.Redirect(rw, r, "http://10.0.0.1/x?signature=x", http.StatusFound)
@@ -457,7 +459,7 @@ func TestTLS(t *testing.T) {
 	fails(t, err, api.Denied, "plain http to 10.0.0.1")
 }
 
-// What a Stream leaves behind: no connection and no goroutine, read to its end or not.
+// TestNothingStaysBehind: a closed stream leaves no connection and no goroutine, read to the end or not.
 func TestNothingStaysBehind(t *testing.T) {
 	w := plainWorld(t)
 	w.image("a", "1", disked(t, noise(4<<20)))
@@ -476,7 +478,7 @@ func TestNothingStaysBehind(t *testing.T) {
 		_, _, err = fetch(t, w.ref("a:none"), quick)
 		fails(t, err, api.NotFound, "none")
 	}
-	// The other sides of closed connections take a moment to see it.
+	// The other sides of closed connections take a moment to notice.
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
 	deadline := time.After(2 * time.Minute)
@@ -490,13 +492,13 @@ func TestNothingStaysBehind(t *testing.T) {
 	}
 }
 
-// Bytes that make an archive, but not the one that the digest names: nothing but the digest tells.
+// TestOtherBytesThanThoseAskedFor: wrong bytes which make a valid archive are refused: only the digest tells.
 func TestOtherBytesThanThoseAskedFor(t *testing.T) {
 	body := noise(1 << 20)
 	upper := append(disked(t, body), make([]byte, 8<<10)...) // filled up, as tar does
 	lower := tarOf(t, file{name: "etc/x", body: noise(10_000)})
 	for name, c := range map[string]struct {
-		layer []byte // the one that is changed
+		layer []byte // the changed layer
 		at    int
 		cut   bool // changed only after a resume
 	}{

@@ -50,7 +50,7 @@ func TestDisksOfEveryPacking(t *testing.T) {
 			{".tar.zst", types.OCIManifestSchema1, types.OCILayerZStd},
 			{".tar", types.DockerManifestSchema2, types.DockerUncompressedLayer},
 			{".tar.gz", types.DockerManifestSchema2, types.DockerLayer},
-			{".tar.zst", types.DockerManifestSchema2, types.DockerLayer}, // wrongly named, as it happens
+			{".tar.zst", types.DockerManifestSchema2, types.DockerLayer}, // a wrong media type, as in practice
 		} {
 			t.Run(fmt.Sprint(disk, p.file, " ", p.man), func(t *testing.T) {
 				layer := w.blob("disks/fedora", p.kind, load(t, dir, disk+p.file))
@@ -114,7 +114,7 @@ func TestNoSingleDisk(t *testing.T) {
 	run(t, dir, "sh", "-c", "mkdir disk && truncate -s 1M disk/d && echo x >>disk/d")
 	run(t, dir, "tar", "--format=gnu", "-Scf", "gnu.tar", "disk")
 	run(t, dir, "tar", "--format=pax", "-Scf", "pax.tar", "disk")
-	// A header of 2 MiB that another header is said to need: a file whose type, and with it the checksum, is changed.
+	// An extended header of 2 MiB: a file with another type, and so another checksum.
 	endless := tarOf(t, file{name: "disk/a", body: make([]byte, 2<<20)})
 	endless[156] = 'x'
 	copy(endless[148:], fmt.Sprintf("%06o\x00 ", headerSum(endless[:512])))
@@ -227,7 +227,7 @@ func TestPlatforms(t *testing.T) {
 	_, _, err := fetch(t, w.ref("p:1"), o)
 	fails(t, err, api.NotFound, "no image for linux/s390x, only for: windows/amd64, linux/amd64/v3")
 
-	index = index[:2] // a signature, and the only one
+	index = index[:2] // a signature, and the only image
 	push(types.OCIImageIndex)
 	same(t, w.ref("p:1"), quick, []byte("for windows"))
 }
@@ -339,7 +339,7 @@ func TestClosedBeforeItsEnd(t *testing.T) {
 	fails(t, s.Settled(), api.Unavailable, "closed")
 }
 
-// Whoever knows the size may stop there: Settled reads what proves the bytes.
+// TestSettledReadsToTheEnd: a reader may stop at the size. Settled reads the rest, which proves the bytes.
 func TestSettledReadsToTheEnd(t *testing.T) {
 	w := plainWorld(t)
 	body := noise(1 << 20)

@@ -32,7 +32,7 @@ import (
 var quick = Options{Start: 20 * time.Second, Stall: 20 * time.Second, Pause: time.Millisecond,
 	Arch: "amd64", Allow: func(a netip.Addr) bool { return a == netip.MustParseAddr("127.0.0.1") }}
 
-// world is a real registry, with a door before it that a test may put something into.
+// world is a real registry. A test may set door, a handler before the registry.
 type world struct {
 	t    testing.TB
 	reg  http.Handler
@@ -100,14 +100,14 @@ func digest(b []byte) string { return fmt.Sprintf("sha256:%x", sha256.Sum256(b))
 
 type object = map[string]any
 
-// openBlob pushes a layer and describes it.
+// blob pushes a layer and describes the layer.
 func (w *world) blob(repo string, kind types.MediaType, body []byte) object {
 	w.t.Helper()
 	w.push(http.MethodPost, "/v2/"+repo+"/blobs/uploads/?digest="+digest(body), "application/octet-stream", body)
 	return object{"mediaType": kind, "size": len(body), "digest": digest(body)}
 }
 
-// manifest pushes anything as a manifest and describes it.
+// manifest pushes anything as a manifest and describes the manifest.
 func (w *world) manifest(repo, tag string, kind types.MediaType, m object) object {
 	w.t.Helper()
 	body, err := json.Marshal(m)
@@ -118,7 +118,7 @@ func (w *world) manifest(repo, tag string, kind types.MediaType, m object) objec
 	return object{"mediaType": kind, "size": len(body), "digest": digest(body)}
 }
 
-// image pushes an image of these layers, the lowest first, each packed with gzip.
+// image pushes an image of the layers, the lowest first, each packed with gzip.
 func (w *world) image(repo, tag string, layers ...[]byte) object {
 	w.t.Helper()
 	var all []object
@@ -239,7 +239,7 @@ func same(t *testing.T, ref string, o Options, want []byte) {
 	}
 }
 
-// fails checks an error, and that it tells no secret.
+// fails checks an error, which must reveal no secret.
 func fails(t *testing.T, err error, kind api.Kind, text string) {
 	t.Helper()
 	if err == nil || api.KindOf(err) != kind || !strings.Contains(err.Error(), text) {

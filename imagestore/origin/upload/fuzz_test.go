@@ -10,7 +10,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// FuzzUpload: whatever a sender announces, it is refused with a message, or is a part of the image that was asked for.
+// FuzzUpload: a sender's request is refused with a message, or is a part of the wanted image.
 func FuzzUpload(f *testing.F) {
 	form := "--b\r\nContent-Disposition: form-data; name=\"x\"\r\n\r\nno\r\n" +
 		"--b\r\nContent-Disposition: form-data; name=\"chunk\"; filename=\"../a\"\r\n\r\nhello\r\n--b--\r\n"

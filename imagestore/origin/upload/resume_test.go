@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// partly sends the beginning of an upload over a connection of its own, as a sender does who is cut off.
+// partly sends the beginning of an upload over a connection of its own, like a sender before a cut.
 func partly(t *testing.T, up *Upload, head string, body []byte) net.Conn {
 	t.Helper()
 	c, err := net.Dial("tcp", up.srv.ln.Addr().String())
@@ -31,7 +31,7 @@ func partly(t *testing.T, up *Upload, head string, body []byte) net.Conn {
 	return c
 }
 
-// state waits until so many bytes are there.
+// state waits until the upload has the bytes before off.
 func state(t *testing.T, up *Upload, off int64) State {
 	t.Helper()
 	for {
@@ -142,7 +142,7 @@ func TestUploadIsContinued(t *testing.T) {
 	}
 }
 
-// An upload that nobody continues fails, and says so to whoever comes later.
+// TestUploadThatIsLeft: an upload fails if no sender continues, and later requests find no upload.
 func TestUploadThatIsLeft(t *testing.T) {
 	u := listen(t, 0)
 	up := u.Expect(0, "")

@@ -36,7 +36,7 @@ func listen(t *testing.T, stall time.Duration) *Server {
 	return u
 }
 
-// receive takes one upload as an import does.
+// receive takes an upload as an import does.
 func receive(up *Upload, ctx context.Context, fail error) (got []byte, err error) {
 	s, err := up.Accept(ctx)
 	if err != nil {
@@ -134,7 +134,7 @@ func TestUpload(t *testing.T) {
 	}
 }
 
-// What is wrong with a request is said, and the upload goes on waiting.
+// TestUploadRefusals: an answer explains the mistake of a request, and the upload continues to wait.
 func TestUploadRefusals(t *testing.T) {
 	u := listen(t, 0)
 	up := u.Expect(5, "")
@@ -197,7 +197,7 @@ func TestUploadIsCutAndStalls(t *testing.T) {
 	}
 }
 
-// The sender hears why the import failed, also in the middle of the transfer.
+// TestUploadTellsTheOutcome: the sender receives the reason of a failed import, also in the middle of the transfer.
 func TestUploadTellsTheOutcome(t *testing.T) {
 	u := listen(t, 0)
 	up := u.Expect(0, "")
