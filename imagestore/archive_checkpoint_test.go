@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// packedAs is a file as a tool packs it.
+// packedAs packs a file with a tool.
 func packedAs(t *testing.T, file []byte, args ...string) []byte {
 	t.Helper()
 	cmd := exec.Command(args[0], args[1:]...)
@@ -24,13 +24,13 @@ func packedAs(t *testing.T, file []byte, args ...string) []byte {
 	return b
 }
 
-// leftOver is what lies beside the layers of the first disk.
+// leftOver lists the remains of imports in the layers of the first disk.
 func (w *world) leftOver() []string {
 	all, _ := filepath.Glob(filepath.Join(w.disks[0].Path(), "layers", "*", "[kb]e*"))
 	return all
 }
 
-// editKept changes the note of the import that is kept on the first disk.
+// editKept changes the note in the import's checkpoint on the first disk.
 func (w *world) editKept(edit func(note map[string]any)) {
 	w.t.Helper()
 	all, _ := filepath.Glob(filepath.Join(w.disks[0].Path(), "layers", "*", "kept.json"))
@@ -54,8 +54,8 @@ func (w *world) editKept(edit func(note map[string]any)) {
 	}
 }
 
-// After a restart, the importer fetches a packed image again from its start, also where the server has something else by
-// then, and the parts of the first attempt are gone.
+// TestPackedDownloadBeginsAgainAfterARestart: after a restart, the importer fetches a packed image again from the
+// start, also if the server has other content by then, and removes the parts of the first attempt.
 func TestPackedDownloadBeginsAgainAfterARestart(t *testing.T) {
 	t.Parallel()
 	body := content(80<<20, 53)[:40<<20]
@@ -126,7 +126,8 @@ func TestPackedDownloadBeginsAgainAfterARestart(t *testing.T) {
 	}
 }
 
-// Earlier versions recorded places in archives. The importer drops such a record and begins again.
+// TestPackedRecordOfAnEarlierVersionBeginsAgain: earlier versions recorded places in archives. The importer drops such
+// a record and begins again.
 func TestPackedRecordOfAnEarlierVersionBeginsAgain(t *testing.T) {
 	t.Parallel()
 	body := content(40<<20, 55)

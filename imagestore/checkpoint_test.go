@@ -21,7 +21,7 @@ import (
 	"drover.io/drover/imagestore/origin/upload"
 )
 
-// slow is a server whose image has a version, and which lets so many bytes through before it waits.
+// slow is a server of an image with a version, which passes the allowed bytes and waits.
 type slow struct {
 	body []byte
 
@@ -29,12 +29,12 @@ type slow struct {
 	more    *sync.Cond
 	version string
 	allowed int
-	cuts    int // times that all clients went
+	cuts    int // how often all clients left
 	ranges  []string
-	probe   string // a request for this range is let through as it is: the client throws most of the answer away
+	probe   string // a request for probe passes at once: the client discards most of the answer
 }
 
-// probed is what a download over one connection asks for first.
+// probed is the first range of a download over a single connection.
 const probed = "bytes=0-8388607"
 
 func newSlow(t *testing.T, body []byte, allowed int) (*slow, string) {
@@ -54,7 +54,7 @@ func (s *slow) allow(n int) {
 	s.more.Broadcast()
 }
 
-// cut says that all clients are gone: what is let through later is not for them.
+// cut ends the answers to all clients: bytes allowed later are for new clients.
 func (s *slow) cut() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -62,7 +62,7 @@ func (s *slow) cut() {
 	s.more.Broadcast()
 }
 
-// asked are the ranges that were asked for since the last call.
+// asked returns the ranges requested since the last call.
 func (s *slow) asked() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -89,7 +89,7 @@ type gated struct {
 	cuts int
 }
 
-// Write lets no more through than is allowed, also where the whole image is written at once.
+// Write passes no more than the allowed bytes, also for a single write of the whole image.
 func (g *gated) Write(p []byte) (n int, err error) {
 	s := g.s
 	for n < len(p) && err == nil {
@@ -110,7 +110,7 @@ func (g *gated) Write(p []byte) (n int, err error) {
 	return n, err
 }
 
-// first is the lowest byte that was asked for.
+// first is the lowest requested byte.
 func first(ranges []string) int {
 	low := -1
 	for _, r := range ranges {
@@ -125,7 +125,8 @@ func first(ranges []string) int {
 	return low
 }
 
-// A restart in the middle of a download costs what came since the last look at the disk, not all.
+// TestDownloadGoesOnAfterARestart: a restart in the middle of a download costs the bytes since the last checkpoint, not
+// all bytes.
 func TestDownloadGoesOnAfterARestart(t *testing.T) {
 	t.Parallel()
 	for _, changed := range []bool{false, true} {
@@ -158,7 +159,7 @@ func TestDownloadGoesOnAfterARestart(t *testing.T) {
 			if all, _ := filepath.Glob(record); len(all) != 1 {
 				t.Fatal("what was kept went with the process")
 			}
-			if err := w.disks[0].Collect(t.Context(), 0); err != nil { // the disk is put in order meanwhile
+			if err := w.disks[0].Collect(t.Context(), 0); err != nil { // garbage collection runs meanwhile
 				t.Fatal(err)
 			}
 			s.asked()
@@ -191,7 +192,7 @@ func TestDownloadGoesOnAfterARestart(t *testing.T) {
 	}
 }
 
-// What was kept of an image goes with it.
+// TestKeptDownloadIsDeleted: the deletion of an image deletes the checkpoint.
 func TestKeptDownloadIsDeleted(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -213,7 +214,7 @@ func TestKeptDownloadIsDeleted(t *testing.T) {
 	w.clean(0)
 }
 
-// keptOf is how many bytes of the source are kept on the first disk.
+// keptOf is the number of source bytes in the checkpoint on the first disk.
 func (w *world) keptOf() int {
 	all, _ := filepath.Glob(filepath.Join(w.disks[0].Path(), "layers", "*", "kept.json"))
 	if len(all) != 1 {
@@ -229,11 +230,11 @@ func (w *world) keptOf() int {
 			} `json:"note"`
 		} `json:"body"`
 	}
-	_ = json.Unmarshal(b, &rec) // it may be replaced just now
+	_ = json.Unmarshal(b, &rec) // the importer may replace the file meanwhile
 	return rec.Body.Note.Mark.Off
 }
 
-// converted is content as an image of a format, as qemu-img makes it.
+// converted is content as an image of a format, made by qemu-img.
 func converted(t *testing.T, body []byte, format string, options ...string) []byte {
 	t.Helper()
 	dir := t.TempDir()
@@ -252,7 +253,7 @@ func converted(t *testing.T, body []byte, format string, options ...string) []by
 	return b
 }
 
-// forms are images of one content that are converted on their way.
+// forms are images of the same content, which an import converts.
 func forms(t *testing.T, body []byte) map[string][]byte {
 	return map[string][]byte{
 		"qcow2":       converted(t, body, "qcow2"),
@@ -264,7 +265,7 @@ func forms(t *testing.T, body []byte) map[string][]byte {
 	}
 }
 
-// A conversion goes on after a restart as well, from any place, in every format.
+// TestConversionGoesOnAfterARestart: a conversion continues after a restart from any place, in every format.
 func TestConversionGoesOnAfterARestart(t *testing.T) {
 	t.Parallel()
 	body := content(64<<20, 31)
@@ -277,7 +278,7 @@ func TestConversionGoesOnAfterARestart(t *testing.T) {
 			w.stop()
 			w.opts.CheckpointEvery = 5 * time.Millisecond
 			w.opts.Download.Stall, w.opts.Download.Start = 20*time.Second, 20*time.Second
-			w.opts.Download.Connections = 1 // what the server lets through are the next bytes then
+			w.opts.Download.Connections = 1 // then the server passes the next bytes in order
 			w.start()
 			s, url := newSlow(t, file, len(file)/4)
 			s.probe = probed
@@ -285,13 +286,13 @@ func TestConversionGoesOnAfterARestart(t *testing.T) {
 				func(spec *api.BackingImageSpec) { spec.Checksum = sum(file) })
 			last := 0
 			for i := range 3 {
-				// The source is silent by then: what it sent is kept all the same.
+				// The source is silent by then, but the importer records all received bytes.
 				seen, since := 0, time.Now()
 				w.eventually("more was kept", func() bool {
 					kept := w.keptOf()
 					if kept != seen {
 						seen, since = kept, time.Now()
-					} else if time.Since(since) > 5*time.Second { // answers that nobody read took what was let through
+					} else if time.Since(since) > 5*time.Second { // unread answers took the allowed bytes
 						s.allow(len(file) / 8)
 						since = time.Now()
 					}
@@ -300,7 +301,7 @@ func TestConversionGoesOnAfterARestart(t *testing.T) {
 				w.stop()
 				s.cut()
 				last = w.keptOf()
-				if err := w.disks[0].Collect(t.Context(), 0); err != nil { // the disk is put in order meanwhile
+				if err := w.disks[0].Collect(t.Context(), 0); err != nil { // garbage collection runs meanwhile
 					t.Fatal(err)
 				}
 				s.asked()
@@ -322,7 +323,8 @@ func TestConversionGoesOnAfterARestart(t *testing.T) {
 	}
 }
 
-// An upload goes on after a restart, from where the node says; what nobody continues leaves nothing.
+// TestUploadGoesOnAfterARestart: an upload continues after a restart from the node's offset; an upload without a sender
+// leaves nothing.
 func TestUploadGoesOnAfterARestart(t *testing.T) {
 	t.Parallel()
 	body := content(80<<20, 33)[:40<<20]

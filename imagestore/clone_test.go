@@ -8,7 +8,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// A clone is there at once where its layers are, has copies of its own, and outlives its origin.
+// TestClone: a clone is ready at once on the disks of the layers, has copies of its own, and outlives the cloned image.
 func TestClone(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 2)
@@ -39,7 +39,7 @@ func TestClone(t *testing.T) {
 	}
 	w.holds(i, twin, b)
 
-	// A replica of a volume of the clone does not keep the origin, nor the other way round.
+	// A replica of a volume of the clone does not keep the cloned image, nor the other way round.
 	rep := stack.Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: 16 << 20,
 		Layers: []string{string(twin.Status.Layers[0])}}
 	if err := w.disks[i].CreateReplica(t.Context(), rep); err != nil {
@@ -56,7 +56,7 @@ func TestClone(t *testing.T) {
 	w.clean(i)
 }
 
-// A clone that may not be where its origin is gets a copy of the layers.
+// TestCloneElsewhere: a clone which may not be on the cloned image's disk gets a copy of the layers.
 func TestCloneElsewhere(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 2)

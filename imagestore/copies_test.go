@@ -34,7 +34,7 @@ func (w *world) change(name string, f func(*api.BackingImage)) {
 	})
 }
 
-// nodeIs edits the node's object and then its status.
+// nodeIs edits the node's object and then the status.
 func (w *world) nodeIs(spec func(*api.NodeSpec), status func(*api.NodeStatus)) {
 	w.t.Helper()
 	w.eventually("the node takes the change", func() bool {
@@ -83,7 +83,7 @@ func (w *world) evict(i int, is bool) {
 	w.nodeIs(func(s *api.NodeSpec) { s.Disks[i].EvictionRequested = is }, nil)
 }
 
-// on are the disks that have a copy of the image, by number, those being removed too.
+// on lists the disks with a copy of the image, by number, also copies in deletion.
 func (w *world) on(img *api.BackingImage) (disks []int) {
 	for _, c := range img.Status.Copies {
 		for i, d := range w.disks {
@@ -111,7 +111,7 @@ func (w *world) condition(name, kind, reason, says string) {
 	})
 }
 
-// unused makes it look as if nobody had needed the copies for so long.
+// unused makes the copies look unused for as long as since.
 func (w *world) unused(name string, since time.Duration) {
 	w.t.Helper()
 	w.eventually("the times are set back", func() bool {
@@ -130,7 +130,8 @@ func (w *world) unused(name string, since time.Duration) {
 
 func onDisk0(s *api.BackingImageSpec) { s.DiskSelector = []string{"disk-0"} }
 
-// Copies that nobody has needed for the wait interval go: not below the minimum, and never under a volume.
+// TestUnusedCopiesGo: the planner removes copies unused for the wait interval, but not below the minimum, and never
+// under a volume.
 func TestUnusedCopiesGo(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 3)
@@ -151,7 +152,7 @@ func TestUnusedCopiesGo(t *testing.T) {
 		return len(i.Status.Copies) == 2 && i.Status.ReadyCopies == 2
 	})
 	w.holds(2, img, b)
-	// An hour without a volume, and only the minimum stays: which is one of the two.
+	// With a minimum of 1, only the copy under the volume stays, also after the deletion of the volume.
 	w.change("golden", func(i *api.BackingImage) { i.Spec.MinNumberOfCopies = 1 })
 	w.unused("golden", 2*time.Hour)
 	w.isOn("golden", 2)
@@ -160,7 +161,7 @@ func TestUnusedCopiesGo(t *testing.T) {
 	w.unused("golden", 2*time.Hour)
 	w.holds(2, w.isOn("golden", 2), b)
 
-	// With the setting 0 nothing goes; the setting is obeyed when it changes.
+	// With the setting 0 every copy stays; a changed setting takes effect.
 	never := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: "backing-image-cleanup-wait-interval"}, Value: "0"}
 	w.create(never)
 	t.Cleanup(func() { _ = w.client.Delete(context.Background(), never) })
@@ -176,7 +177,8 @@ func TestUnusedCopiesGo(t *testing.T) {
 	w.await("golden", "is on one disk", func(i *api.BackingImage) bool { return len(i.Status.Copies) == 1 })
 }
 
-// A disk that is left: the image moves first; what cannot move stays, and it is said; the minimum does not hold it.
+// TestEviction: the image first moves away from an evicted disk. A copy which cannot move stays, with a condition, and
+// the minimum does not hold a copy on the disk.
 func TestEviction(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 3)
@@ -214,8 +216,8 @@ func TestEviction(t *testing.T) {
 	w.holds(1, img, b)
 }
 
-// A disk that goes away: its copies are unknown, another one is made where the minimum asks for it, and when it is back
-// it is used as it is. A deletion meanwhile says what it waits for, and ends when the disk is back or was given up.
+// TestDiskGoesAndComesBack: the copies of an unreachable disk are unknown, and a returning disk is used unchanged. A
+// deletion meanwhile reports the disk, and ends when the disk returns or is removed.
 func TestDiskGoesAndComesBack(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 2)
@@ -243,7 +245,7 @@ func TestDiskGoesAndComesBack(t *testing.T) {
 	w.gone("other")
 	w.clean(0)
 
-	// Given up: the disk is taken out of the node while it does not answer.
+	// The user removes the disk from the node while the disk does not answer.
 	w.image("golden", api.SourceFile, imageFile(t, b), onDisk0)
 	img = w.isOn("golden", 0)
 	w.mounted(0, false)
@@ -255,7 +257,7 @@ func TestDiskGoesAndComesBack(t *testing.T) {
 	if n := len(w.copies("golden")); n != 0 {
 		t.Errorf("%d copies are left", n)
 	}
-	// The same name again, elsewhere, beside the files of the first.
+	// An image of the same name on the other disk, beside the files of the first image.
 	w.image("golden", api.SourceFile, imageFile(t, b))
 	again := w.isOn("golden", 1)
 	if again.Status.UUID == img.Status.UUID {
@@ -264,7 +266,7 @@ func TestDiskGoesAndComesBack(t *testing.T) {
 	w.mounted(0, true)
 	w.nodeIs(func(s *api.NodeSpec) { s.Disks = slices.Insert(s.Disks, 0, spec) }, nil)
 	w.holds(1, w.isOn("golden", 1), b)
-	if err := w.disks[0].RemoveImage(string(img.Status.UUID)); err != nil { // what was given up stays on the disk
+	if err := w.disks[0].RemoveImage(string(img.Status.UUID)); err != nil { // the files stay on the removed disk
 		t.Error(err)
 	}
 }
@@ -281,7 +283,7 @@ func (w *world) spoil(i int, img *api.BackingImage, b []byte) {
 	}
 }
 
-// A verification reads every copy; what is damaged is made again from another copy, also where the source is an upload,
+// TestVerify: a verification reads every copy. A damaged copy is made again from another copy, also for an upload,
 // which cannot be asked again.
 func TestVerify(t *testing.T) {
 	t.Parallel()
@@ -324,7 +326,7 @@ func TestVerify(t *testing.T) {
 		}
 	}
 
-	// Without a wish: when the last verification is long ago. The touch of the file itself is older than this process.
+	// Without a request: the last verification is long ago. The file's own touch is older than the process.
 	w.stop()
 	for _, c := range w.copies("sent") {
 		c.Status.LastVerified = metav1.NewTime(time.Now().Add(-169 * time.Hour))

@@ -18,14 +18,15 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// Whatever is done by hand to the files of a copy is noticed while the node runs, said, and made good from the source.
+// TestDamageIsSeenAndMadeGood: the running node notices and reports manual damage to the files of a copy, and repairs
+// the copy from the source.
 func TestDamageIsSeenAndMadeGood(t *testing.T) {
 	t.Parallel()
 	b := content(3<<20, 1)
 	for _, c := range []struct {
 		name string
 		do   func(layer string) error
-		say  string // in the message of the failed copy; empty: it is made again at once
+		say  string // in the message of the failed copy; empty: the copy is made again at once
 	}{
 		{"folder removed", os.RemoveAll, "damaged"},
 		{"data removed", func(l string) error { return os.Remove(filepath.Join(l, "data")) }, "damaged"},
@@ -46,7 +47,7 @@ func TestDamageIsSeenAndMadeGood(t *testing.T) {
 			w := newWorld(t, 1)
 			w.stop()
 			w.opts.CheckEvery = 100 * time.Millisecond
-			w.opts.RetryMin, w.opts.RetryMax = 10*time.Second, 10*time.Second // that it failed is to be seen
+			w.opts.RetryMin, w.opts.RetryMax = 10*time.Second, 10*time.Second // keeps the failure visible
 			w.start()
 			w.image("golden", api.SourceFile, imageFile(t, b))
 			img := w.state("golden", api.ImageReady)
@@ -64,7 +65,7 @@ func TestDamageIsSeenAndMadeGood(t *testing.T) {
 	}
 }
 
-// What was downloaded is downloaded again, also below a replica, which the copy is repaired under.
+// TestDamagedDownloadIsFetchedAgain: a damaged download is fetched again, and repaired in place below a replica.
 func TestDamagedDownloadIsFetchedAgain(t *testing.T) {
 	t.Parallel()
 	for _, used := range []bool{false, true} {
@@ -111,7 +112,7 @@ func TestDamagedDownloadIsFetchedAgain(t *testing.T) {
 	}
 }
 
-// A touch without harm costs one reading of the copy, and nobody sees it fail.
+// TestTouchWithoutHarm: a touch without harm costs a reading of the copy, and the copy never counts as failed.
 func TestTouchWithoutHarm(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -142,7 +143,7 @@ func TestTouchWithoutHarm(t *testing.T) {
 	}
 }
 
-// The copy of an uploaded image cannot be made again: that is said, and what to do.
+// TestLostUpload: the copy of an uploaded image cannot be made again, and the message names the remedy.
 func TestLostUpload(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -155,7 +156,7 @@ func TestLostUpload(t *testing.T) {
 		t.Fatalf("%d %s", code, said)
 	}
 	img := w.state("sent", api.ImageReady)
-	w.stop() // nobody looks at the disk while only half of it is gone
+	w.stop() // so that no check sees half of the removal
 	if err := os.RemoveAll(filepath.Join(w.disks[0].Path(), "images", string(img.Status.UUID))); err != nil {
 		t.Fatal(err)
 	}
@@ -169,8 +170,8 @@ func TestLostUpload(t *testing.T) {
 	}
 }
 
-// What a replica needs is never taken away from under it: it is repaired in place, from its source or from another
-// disk, and who has it open reads on.
+// TestDamageBelowAReplica: a damaged layer below a replica is repaired in place, from the source or from another disk,
+// and an open reader continues to read.
 func TestDamageBelowAReplica(t *testing.T) {
 	t.Parallel()
 	for _, disks := range []int{1, 2} {

@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// undigested is a disk that has one snapshot, whose layer gets its digests when it is told to.
+// undigested is a disk with a snapshot. The snapshot's layer gets digests once allowed is closed.
 type undigested struct {
 	*stack.Disk
 	layer   string
@@ -40,8 +40,8 @@ func (d undigested) Digests(ctx context.Context, img block.Image) (block.Image, 
 	}
 }
 
-// TestReadyBeforeDigests: an image of a snapshot is ready at once. What needs its digests waits for them, also over a
-// restart: copies on other disks, and clones.
+// TestReadyBeforeDigests: an image of a snapshot is ready at once. Copies on other disks and clones wait for the
+// digests, also over a restart.
 func TestReadyBeforeDigests(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 2)
@@ -71,7 +71,7 @@ func TestReadyBeforeDigests(t *testing.T) {
 	w.create(r)
 	r.Status.Mode = api.ReplicaCurrent
 	s := api.NewSnapshot(v, "s")
-	s.Finalizers = nil // nobody here takes them off
+	s.Finalizers = nil // no reconciler here removes finalizers
 	w.create(s)
 	t.Cleanup(func() { w.delete(&api.Snapshot{}, "s") })
 	s.Status = api.SnapshotStatus{ReadyToUse: true, VolumeUID: v.Status.UID, UID: api.NewUID(), Layer: layer,

@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// A copy goes with its disk to the node that has it now, and back, and counts as ready all the while.
+// TestCopyMovesWithItsDisk: a copy moves with the disk to another node, and back, and counts as ready all the while.
 func TestCopyMovesWithItsDisk(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)

@@ -49,7 +49,7 @@ func imageFile(t *testing.T, b []byte) map[string]string {
 	return map[string]string{"path": name}
 }
 
-// gate is a server that sends the first part of an image, and the rest when it is opened.
+// gate is a server which sends the first part of an image, and the rest when open is closed.
 type gate struct {
 	url  string
 	open chan struct{}
@@ -97,7 +97,8 @@ func TestImageFromFile(t *testing.T) {
 	}
 }
 
-// The last bytes of a copy come after it was told last how many are there: they are told with the end.
+// TestBytesOfAReadyCopy: the last bytes of a copy come after the last progress report, so the final status counts all
+// bytes.
 func TestBytesOfAReadyCopy(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -114,7 +115,8 @@ func TestBytesOfAReadyCopy(t *testing.T) {
 	}
 }
 
-// The same name again is another image: nothing of the first is met.
+// TestSameNameAgain: an image with the name of a deleted image is another image, and meets no remains of the deleted
+// image.
 func TestSameNameAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -156,17 +158,18 @@ func TestDownloadShowsProgressAndGoesOnAfterRestart(t *testing.T) {
 	close(g.open)
 	w.holds(0, w.state("golden", api.ImageReady), b)
 
-	// When it is whole, a restart finds it: nobody is asked.
+	// A restart finds a complete copy without a request to the server.
 	w.stop()
 	w.start()
-	w.image("other", api.SourceFile, imageFile(t, b)) // its readiness shows that the new loops run
+	w.image("other", api.SourceFile, imageFile(t, b)) // a ready image shows the new reconcilers at work
 	w.state("other", api.ImageReady)
 	if img := w.state("golden", api.ImageReady); g.hits.Load() != 2 || img.Status.Copies[0].Message != "" {
 		t.Errorf("%d requests; %+v", g.hits.Load(), img.Status)
 	}
 }
 
-// refusing is an address where nobody listens: its port is taken, so that no other process can listen there meanwhile.
+// refusing is an address without a listener: a socket has the port, so that no other process can listen there
+// meanwhile.
 func refusing(t *testing.T) string {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -233,11 +236,11 @@ func TestFailures(t *testing.T) {
 			t.Errorf("%s: condition %+v", c.name, cond)
 		}
 	}
-	// What is tried again, like "cut", has something there during each try.
+	// An image with a next try, like "cut", has files on the disk during each try.
 	w.eventually("nothing is left", func() bool { return len(w.left(0)) == 0 }, func() string { return fmt.Sprint(w.left(0)) })
 }
 
-// What failed for a reason that can pass is tried again.
+// TestRetry: an import which failed for a passing reason is tried again.
 func TestRetry(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -262,8 +265,8 @@ func TestRetry(t *testing.T) {
 	}
 }
 
-// A server that is busy is left alone for as long as it asks, but not for ever: a download's and a registry, whether it
-// says so at the start or in the middle.
+// TestBusyServerIsLeftAlone: the importer waits as long as a busy server asks, up to a bound: for a web server and a
+// registry, at the start and in the middle.
 func TestBusyServerIsLeftAlone(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -272,8 +275,8 @@ func TestBusyServerIsLeftAlone(t *testing.T) {
 	pushDisk(t, reg, "disks/golden", "1", body)
 	for name, c := range map[string]struct {
 		source api.SourceType
-		at     string // in the address of what the server is busy for
-		after  int    // bytes of that come first
+		at     string // part of the address of refused requests
+		after  int    // bytes sent before the refusal
 		asks   string
 		most   time.Duration
 	}{
@@ -325,7 +328,7 @@ func TestBusyServerIsLeftAlone(t *testing.T) {
 	}
 }
 
-// cutWriter breaks the connection after so many bytes.
+// cutWriter breaks the connection after the first bytes.
 type cutWriter struct {
 	http.ResponseWriter
 	left int
@@ -379,7 +382,7 @@ func TestUpload(t *testing.T) {
 	w.state("golden", api.ImageStarting)
 	first := w.uploadURL("golden")
 
-	// A restart before anything was sent: another address, because this node chooses its port anew.
+	// A restart before the first byte: the address changes, because the node here chooses another port.
 	w.stop()
 	w.start()
 	second := first
@@ -392,7 +395,7 @@ func TestUpload(t *testing.T) {
 		t.Errorf("the address is still told: %+v", c.Status)
 	}
 
-	// A wrong image: the sender hears it, and so does who looks at the object.
+	// A wrong image: both the sender and the object get the error.
 	w.image("wrong", api.SourceUpload, nil, func(s *api.BackingImageSpec) {
 		s.SourceParameters, s.Checksum = map[string]string{}, sum(nil)
 	})
@@ -404,7 +407,7 @@ func TestUpload(t *testing.T) {
 		t.Errorf("message %q", img.Status.Message)
 	}
 
-	// A restart in the middle, before anything was kept: it is expected from its beginning.
+	// A restart in the middle, before the first checkpoint: the upload starts again from the beginning.
 	w.image("half", api.SourceUpload, map[string]string{"size": fmt.Sprint(len(b))})
 	r, pw := io.Pipe()
 	url := w.uploadURL("half")
@@ -445,7 +448,7 @@ func (w *world) volume(name, image string, disk int) {
 			Disk: api.UID(w.disks[disk].UID()), Size: 10 << 20, Layers: img.Status.Layers}})
 }
 
-// noVolume deletes a volume with its replica.
+// noVolume deletes a volume and the replica.
 func (w *world) noVolume(name string) {
 	w.t.Helper()
 	w.delete(&api.Replica{}, name+".r")
@@ -476,7 +479,7 @@ func TestDeletionWaitsForVolumes(t *testing.T) {
 	w.clean(0)
 }
 
-// The disk itself refuses while a stack names the layer, even when no object tells.
+// TestDeletionWaitsForStacks: the disk refuses a deletion while a stack names the layer, even if no object does.
 func TestDeletionWaitsForStacks(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -499,7 +502,7 @@ func TestDeletionWaitsForStacks(t *testing.T) {
 	w.clean(0)
 }
 
-// Deleting in any state leaves nothing, on the disk or in the API.
+// TestDeleteAtAnyMoment: a deletion in any state leaves nothing, on the disk or in the API.
 func TestDeleteAtAnyMoment(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -527,7 +530,8 @@ func TestDeleteAtAnyMoment(t *testing.T) {
 		<-wait.C
 		w.delete(&api.BackingImage{}, "soon")
 		w.gone("soon")
-		// An API server that read the image before its finalizer came removes it at once: its copy goes a moment later.
+		// An API server which read the image before the finalizer removes the image at once: the copy is deleted a
+		// moment later.
 		w.eventually("nothing of it is left", func() bool { return len(w.left(0)) == 0 },
 			func() string { return fmt.Sprint(w.left(0)) })
 	}
@@ -544,12 +548,12 @@ func TestCopiesOnSeveralDisks(t *testing.T) {
 		t.Fatalf("%d copies", n)
 	}
 
-	// A replica on another disk brings a copy there.
+	// A replica on another disk causes a copy there.
 	w.volume("vol", "golden", 2)
 	w.await("golden", "is on two disks", func(i *api.BackingImage) bool { return i.Status.ReadyCopies == 2 })
 	w.holds(2, img, b)
 
-	// The minimum cannot be reached with these selectors.
+	// The minimum cannot be reached with the selectors.
 	change := func(f func(*api.BackingImageSpec)) {
 		w.eventually("the image takes the change", func() bool {
 			img := &api.BackingImage{}
@@ -569,7 +573,7 @@ func TestCopiesOnSeveralDisks(t *testing.T) {
 	w.await("golden", "is on three disks", func(i *api.BackingImage) bool { return i.Status.ReadyCopies == 3 })
 	w.holds(0, img, b)
 
-	// Clean-up takes what nobody needs, and no more.
+	// Clean-up removes unneeded copies, and no more.
 	change(func(s *api.BackingImageSpec) {
 		s.MinNumberOfCopies = 1
 		for _, d := range w.disks {
@@ -583,7 +587,7 @@ func TestCopiesOnSeveralDisks(t *testing.T) {
 	w.clean(1)
 	w.holds(2, img, b)
 
-	// A copy that is lost is made again from its source, under the same UIDs.
+	// A larger minimum makes a second copy again.
 	change(func(s *api.BackingImageSpec) { s.CleanupDisks = nil; s.MinNumberOfCopies = 2 })
 	w.await("golden", "is on two disks", func(i *api.BackingImage) bool { return i.Status.ReadyCopies == 2 })
 }

@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// newSlowRegistry is a registry whose layers come as slowly as a slow server's image.
+// newSlowRegistry is a registry with layers as slow as a slow server's image.
 func newSlowRegistry(t *testing.T, allowed int) (s *slow, reg http.Handler, ref string) {
 	t.Helper()
 	s = &slow{allowed: allowed}
@@ -35,8 +35,9 @@ func newSlowRegistry(t *testing.T, allowed int) (s *slow, reg http.Handler, ref 
 	return s, reg, strings.Replace(srv.URL, "http", "docker", 1) + "/disks/golden:1"
 }
 
-// The disk of a registry's image goes on after a restart where its layer is not packed, and begins again where it is; if
-// the tag means another image by then, that one is brought, from its beginning.
+// TestRegistryGoesOnAfterARestart: after a restart, the disk of a registry's image continues from a plain layer, and
+// begins again from a packed layer. If the tag names another image by then, the importer fetches the other image from
+// the beginning.
 func TestRegistryGoesOnAfterARestart(t *testing.T) {
 	t.Parallel()
 	body := content(80<<20, 61)[:40<<20]

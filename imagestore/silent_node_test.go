@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// A copy whose files were removed by hand is made again.
+// TestLostCopyIsMadeAgain: a copy is made again after the files were removed by hand.
 func TestLostCopyIsMadeAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -33,7 +33,7 @@ func TestLostCopyIsMadeAgain(t *testing.T) {
 	w.holds(0, w.state("golden", api.ImageReady), b)
 }
 
-// A node that is silent is not asked: its copies are unknown.
+// TestSilentNode: the copies of a silent node are unknown.
 func TestSilentNode(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -55,7 +55,7 @@ func TestSilentNode(t *testing.T) {
 	w.state("golden", api.ImageReady)
 }
 
-// Status never carries what the spec's address keeps secret.
+// TestNoSecretsInStatus: the status carries no secret of the spec's address.
 func TestNoSecretsInStatus(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)

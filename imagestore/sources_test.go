@@ -24,7 +24,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// secret makes a Secret, or replaces the one of that name.
+// secret makes a Secret, or replaces the Secret of the same name.
 func (w *world) secret(ref *api.SecretRef, data map[string]string) {
 	w.t.Helper()
 	s := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: ref.Namespace, Name: ref.Name}, StringData: data}
@@ -37,7 +37,7 @@ func withSecret(ref *api.SecretRef) func(*api.BackingImageSpec) {
 	return func(s *api.BackingImageSpec) { s.SecretRef = ref }
 }
 
-// failing waits for a failure that says text, and that will be tried again.
+// failing waits for a failure with text and a next try.
 func (w *world) failing(name, text string) {
 	w.t.Helper()
 	w.await(name, "fails with "+text+", and is tried again", func(i *api.BackingImage) bool {
@@ -46,8 +46,8 @@ func (w *world) failing(name, text string) {
 	})
 }
 
-// A server that wants credentials and has its own authority: what the Secret lacks is said, and the image is there once
-// the Secret is right.
+// TestImageOfASecret: for a server with credentials and an authority of its own, the status names the mistakes in the
+// Secret, and the image is ready once the Secret is right.
 func TestImageOfASecret(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -81,7 +81,8 @@ func TestImageOfASecret(t *testing.T) {
 	}
 }
 
-// An address inside is refused until the setting lets it; nothing is asked before.
+// TestPrivateSourcesAreRefused: an internal address is refused, without a request, until the setting allows the
+// address.
 func TestPrivateSourcesAreRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, 1)
@@ -105,11 +106,11 @@ func TestPrivateSourcesAreRefused(t *testing.T) {
 	w.private(true)
 	w.holds(0, w.state("inside", api.ImageReady), body)
 	w.await("registry", "is asked", func(i *api.BackingImage) bool {
-		return strings.Contains(i.Status.Message, "manifest cannot be read") // it is none
+		return strings.Contains(i.Status.Message, "manifest cannot be read") // the body is no manifest
 	})
 }
 
-// pushDisk puts a containerDisk into a registry, and tells how large its layer is, which a tool may pack.
+// pushDisk puts a containerDisk into a registry, and returns the size of the layer, which a tool may pack.
 func pushDisk(t *testing.T, reg http.Handler, repo, tag string, disk []byte, pack ...string) int {
 	t.Helper()
 	push := func(method, path, kind string, body []byte) {

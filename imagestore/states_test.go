@@ -26,7 +26,7 @@ import (
 	"drover.io/drover/block"
 )
 
-// mayFollow are the states that a copy may have after another one, as a user sees them: what passes quickly may not show.
+// mayFollow lists the visible states of a copy after each state. Short states may not show.
 var mayFollow = map[api.ImageState][]api.ImageState{
 	"":                  {api.ImagePending, api.ImageUnknown, api.ImageReady, api.ImageFailed},
 	api.ImagePending:    {api.ImageStarting, api.ImageInProgress, api.ImageTransfer, api.ImageReady, api.ImageFailed, api.ImageUnknown},
@@ -38,7 +38,7 @@ var mayFollow = map[api.ImageState][]api.ImageState{
 	api.ImageUnknown:    {api.ImagePending, api.ImageReady, api.ImageFailed},
 }
 
-// steps watches the copies and keeps the states that each went through.
+// steps watches the copies and records the states of each copy.
 type steps struct {
 	mu   sync.Mutex
 	seen map[string][]api.ImageState // by UID of the copy
@@ -80,7 +80,7 @@ func watchSteps(t *testing.T, w *world) *steps {
 	return s
 }
 
-// frozen is a disk with a file system of its own, whose writers can be made to wait.
+// frozen is a disk with a file system of its own, which can make writers wait.
 func frozen(t *testing.T) (dir string, freeze, thaw func()) {
 	t.Helper()
 	img, dir := filepath.Join(t.TempDir(), "img"), t.TempDir()
@@ -120,7 +120,7 @@ func frozen(t *testing.T) (dir string, freeze, thaw func()) {
 	return dir, freeze, thaw
 }
 
-// held is a body that is given up to some byte, and the rest when it is let go.
+// held passes a body up to a byte, and the rest after the release.
 type held struct {
 	*bytes.Reader
 	at   int64
@@ -144,7 +144,7 @@ func (h *held) Read(p []byte) (int, error) {
 	return h.Reader.Read(p)
 }
 
-// The body of the tests: data, and then so many zeros that what is held back of them is nothing to be written.
+// The body of the tests: data, and then zeros, so that held bytes cause no write.
 const (
 	stateData = 4 << 20
 	stateSize = 16 << 20
@@ -157,15 +157,15 @@ func stateBody(seed byte) []byte {
 	return b
 }
 
-// way is one source type in these tests: begin makes the image golden, which stays in a state until it is let go.
+// way is a source type in the tests: begin makes the image golden, which stays in a state until the release.
 type way struct {
 	kind  api.SourceType
 	holds []api.ImageState
 	begin func(s *stand, body []byte, in api.ImageState) (release func())
-	fail  func(s *stand, body []byte) (mend func()) // makes one that fails; nil: for good
+	fail  func(s *stand, body []byte) (mend func()) // makes a failing image; nil: for good
 }
 
-// stand is what the tests of one source type stand on.
+// stand is the base of the tests of a source type.
 type stand struct {
 	*world
 	t      *testing.T
@@ -180,7 +180,7 @@ func (s *stand) golden(kind api.SourceType, params map[string]string, body []byt
 	})
 }
 
-// serve answers every request with the body, which is held as the state wants it.
+// serve answers every request with the body, and stops where the state needs.
 func (s *stand) serve(body []byte, in api.ImageState) (url string, release func()) {
 	at := map[api.ImageState]int{api.ImageStarting: 0, api.ImageInProgress: stateData / 2, api.ImageTransfer: stateHeld}
 	let := make(chan struct{})
@@ -334,7 +334,7 @@ var ways = []way{
 		}},
 }
 
-// heldWriter lets so many bytes of an answer through before it waits.
+// heldWriter passes the first bytes of an answer before waiting.
 type heldWriter struct {
 	http.ResponseWriter
 	at   int
@@ -368,8 +368,8 @@ func (h *heldWriter) Write(p []byte) (n int, err error) {
 	return n, nil
 }
 
-// TestStates walks every state of every source type: it is told as it should be, a deletion in it leaves nothing
-// behind, the process may end in it, and an image of the same name meets nothing of the one before.
+// TestStates walks every state of every source type: the status is right, a deletion in the state leaves nothing
+// behind, the process may end in the state, and an image of the same name meets no remains of the image before.
 func TestStates(t *testing.T) {
 	t.Parallel()
 	for _, way := range ways {
@@ -377,10 +377,10 @@ func TestStates(t *testing.T) {
 			t.Parallel()
 			dir, freeze, thaw := frozen(t)
 			w := newWorld(t, 2, dir)
-			t.Cleanup(thaw) // before the world takes down what waits for the disk
+			t.Cleanup(thaw) // before the world stops writers waiting for the disk
 			w.stop()
 			w.opts.Download.Start, w.opts.Download.Stall = 5*time.Minute, 5*time.Minute
-			w.opts.CheckpointEvery = time.Hour // nothing is written but what comes
+			w.opts.CheckpointEvery = time.Hour // no checkpoint writes to the disk
 			w.opts.Parallel = 1
 			w.start()
 			watchSteps(t, w)
@@ -425,10 +425,10 @@ func TestStates(t *testing.T) {
 				s.reach(in, release)
 				gone()
 			}
-			// Each goes on from there, also in another process.
+			// Each import continues from the state, also in another process.
 			for _, in := range way.holds {
 				if way.kind == api.SourceUpload && in != api.ImageTransfer {
-					continue // the sender is not there any more
+					continue // the sender has left
 				}
 				body := next()
 				release := way.begin(s, body, in)
@@ -445,7 +445,7 @@ func TestStates(t *testing.T) {
 				gone()
 			}
 
-			// Failed: for good, or tried again at a time that is told.
+			// Failed: for good, or with the time of the next try.
 			body := next()
 			mend := way.fail(s, body)
 			st := w.state("golden", api.ImageFailed).Status
@@ -484,7 +484,7 @@ func TestStates(t *testing.T) {
 	}
 }
 
-// reach waits until golden is in a state, and makes it be held there. Before its last bytes come, the disk is frozen.
+// reach waits until golden is in a state. For a transfer, reach freezes the disk before the last bytes come.
 func (s *stand) reach(in api.ImageState, release func()) {
 	s.t.Helper()
 	if in == api.ImageTransfer {
@@ -501,8 +501,8 @@ func (s *stand) reach(in api.ImageState, release func()) {
 	}
 }
 
-// written reports whether all data of golden is on the disk. Bytes that are done need not be: they are hashed while
-// they are written. What is written of a chunk last are the checksums of its blocks, at once.
+// written reports whether all data of golden is on the disk. Received bytes may not be written yet, because the import
+// hashes while writing. The last write of a chunk has the checksums of the blocks, all at once.
 func (s *stand) written() bool {
 	all, _ := filepath.Glob(filepath.Join(s.disks[0].Path(), "layers", "*", "crcs"))
 	if len(all) != 1 {

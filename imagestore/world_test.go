@@ -40,18 +40,18 @@ func TestMain(m *testing.M) {
 	os.Exit(apitest.Main(m))
 }
 
-// world is a cluster of one node with disks, which can be restarted.
+// world is a cluster of a single node with disks, which can be restarted.
 type world struct {
 	t      *testing.T
-	api    *rest.Config // of a server that this world has for itself
+	api    *rest.Config // of the world's own server
 	client client.WithWatch
 	disks  []*stack.Disk
 	node   string
 	opts   host.Options
 
 	mu   sync.Mutex
-	away map[string]bool // UIDs of disks that do not answer
-	// instead is what stands for a disk, by UID.
+	away map[string]bool // UIDs of unreachable disks
+	// instead replaces disks, by UID.
 	instead map[string]block.Layers
 	stop    func()
 }
@@ -97,7 +97,7 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 	return w
 }
 
-// alive is the heartbeat of a node that is there for as long as a test takes.
+// alive is the heartbeat of a node which outlives a test.
 func alive() metav1.Time { return metav1.NewTime(time.Now().Add(time.Hour)) }
 
 func (w *world) start() {
@@ -139,7 +139,7 @@ func (w *world) start() {
 	}
 }
 
-// cleanUp deletes all objects and looks that the disks are empty.
+// cleanUp deletes all objects and checks the disks for remains.
 func (w *world) cleanUp() {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -161,7 +161,7 @@ func (w *world) cleanUp() {
 	}
 }
 
-// clean looks that nothing is on a disk.
+// clean checks a disk for remains.
 func (w *world) clean(i int) {
 	w.t.Helper()
 	for _, name := range w.left(i) {
@@ -169,7 +169,7 @@ func (w *world) clean(i int) {
 	}
 }
 
-// left is what is on a disk.
+// left lists the layers and images on a disk.
 func (w *world) left(i int) []string {
 	w.t.Helper()
 	var all []string
@@ -185,7 +185,7 @@ func (w *world) left(i int) []string {
 	return all
 }
 
-// private sets whether sources may be on addresses inside.
+// private sets whether sources may be on internal addresses.
 func (w *world) private(allowed bool) {
 	w.t.Helper()
 	s := &api.Setting{ObjectMeta: metav1.ObjectMeta{Name: "allow-private-image-sources"}, Value: fmt.Sprint(allowed)}
@@ -233,7 +233,7 @@ func (w *world) delete(o client.Object, name string) {
 	}
 }
 
-// await watches an image until it is as wanted: also what it is for a moment only is seen.
+// await watches an image until ok, and sees short states, too.
 func (w *world) await(name, what string, ok func(*api.BackingImage) bool) *api.BackingImage {
 	w.t.Helper()
 	var img *api.BackingImage
@@ -249,7 +249,7 @@ func (w *world) await(name, what string, ok func(*api.BackingImage) bool) *api.B
 	return img
 }
 
-// sees is await for what something brings about: also what is over soon after is seen.
+// sees is await for an effect of do, and sees short effects, too.
 func (w *world) sees(name, what string, do func() error, ok func(*api.BackingImage) bool) *api.BackingImage {
 	w.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
@@ -324,7 +324,7 @@ func (w *world) eventually(what string, ok func() bool, state ...func() string) 
 	}
 }
 
-// holds looks that disk i has the image with this content.
+// holds checks the content of the image on disk i.
 func (w *world) holds(i int, img *api.BackingImage, content []byte) {
 	w.t.Helper()
 	src, err := w.disks[i].Open(string(img.Status.Layers[0]))

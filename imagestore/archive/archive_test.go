@@ -21,7 +21,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// samples are contents of all sorts: what each decoder has special code for, and sizes around its buffers.
+// samples are contents of all sorts: the special cases of each decoder, and sizes around the buffers.
 func samples(t testing.TB) map[string][]byte {
 	rng := rand.New(rand.NewChaCha8([32]byte{1}))
 	random := make([]byte, 1<<20)
@@ -76,7 +76,7 @@ func samples(t testing.TB) map[string][]byte {
 	return m
 }
 
-// run gives what a tool makes of its input.
+// run returns a tool's output for an input.
 func run(t testing.TB, in []byte, args ...string) []byte {
 	t.Helper()
 	suite.Slow(t)
@@ -127,8 +127,8 @@ func mustUnpack(t *testing.T, packed, want []byte) {
 	}
 }
 
-// oracles are ways to pack; few is for those that differ only in what is around the data, or are slow. Unless the run
-// wants all, one way of each format packs every sample.
+// oracles are ways to pack; few marks slow ways, and ways which differ only around the data. Unless the run wants all,
+// a single way of each format packs every sample.
 var oracles = []struct {
 	tool string
 	few  bool
@@ -146,7 +146,7 @@ var oracles = []struct {
 	{"zstd -3 --no-compress-literals", true}, {"zstd -3 --compress-literals", true},
 }
 
-// TestOracles unpacks what the tools pack.
+// TestOracles unpacks the tools' archives.
 func TestOracles(t *testing.T) {
 	all := samples(t)
 	most := []string{"gzip -1", "xz -0", "zstd -3"}
@@ -165,7 +165,7 @@ func TestOracles(t *testing.T) {
 	}
 }
 
-// TestFiles: packed from a file, the headers say more: names, times, sizes.
+// TestFiles unpacks archives of a file, with more in the headers: names, times, sizes.
 func TestFiles(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "some disk.img")
 	want := samples(t)["disk"][4<<20 : 4<<20+400000]
@@ -191,7 +191,7 @@ func skippable(n int) []byte {
 
 func cat(parts ...[]byte) []byte { return bytes.Join(parts, nil) }
 
-// TestConcatenated: archives one after another are one, with what each format allows between them.
+// TestConcatenated: archives in sequence unpack like a single archive, with the padding allowed by each format.
 func TestConcatenated(t *testing.T) {
 	all := samples(t)
 	a, b, e := all["code-65537"], all["text"], []byte{}
@@ -219,7 +219,7 @@ func TestConcatenated(t *testing.T) {
 	}
 }
 
-// TestGzipHeader: the fields that the gzip program never writes.
+// TestGzipHeader: the reader accepts the fields never written by the gzip program.
 func TestGzipHeader(t *testing.T) {
 	want := []byte("hello hello hello")
 	z := run(t, want, "gzip", "-nc")
@@ -260,7 +260,7 @@ func TestDetect(t *testing.T) {
 	}
 }
 
-// TestLimit: an archive may unpack to as much as is allowed, and not a byte more, however small it is.
+// TestLimit: an archive unpacks up to the limit, and not a byte more, however small the archive.
 func TestLimit(t *testing.T) {
 	zeros := make([]byte, 20<<20)
 	for _, tool := range []string{"gzip -9", "xz -6", "xz -T2 --block-size=4MiB", "zstd -19", "zstd --no-content-size"} {
@@ -277,7 +277,7 @@ func TestLimit(t *testing.T) {
 	}
 }
 
-// TestClose: a reader that is closed anywhere leaves no goroutine behind, and reads no more.
+// TestClose: a reader closed anywhere leaves no goroutine behind, and reads no more.
 func TestClose(t *testing.T) {
 	text := bytes.Repeat(samples(t)["text"], 10)
 	for _, tool := range []string{"gzip", "xz -0", "xz -0 -T2 --block-size=1MiB", "zstd", "zstd -B64KiB"} {
@@ -302,7 +302,7 @@ func TestClose(t *testing.T) {
 				t.Errorf("%s: a closed reader reads %d bytes: %v", tool, n, err)
 			}
 		}
-		// One that has said that it ends is counted until it has.
+		// A goroutine counts until the end, shortly after the close.
 		for end := time.Now().Add(time.Minute); runtime.NumGoroutine() > before; runtime.Gosched() {
 			if time.Now().After(end) {
 				t.Fatalf("%s: %d goroutines more", tool, runtime.NumGoroutine()-before)
@@ -311,7 +311,7 @@ func TestClose(t *testing.T) {
 	}
 }
 
-// TestSourceError: an error of the source is what the reader says, as it is; bytes before it are given.
+// TestSourceError: the reader returns the source's error unchanged, after the bytes before the error.
 func TestSourceError(t *testing.T) {
 	text := samples(t)["text"]
 	for _, tool := range []string{"gzip", "xz -0", "xz -0 -T2 --block-size=100KiB", "zstd"} {
@@ -332,7 +332,7 @@ func TestSourceError(t *testing.T) {
 	}
 }
 
-// TestStalled: Close does not wait for a consumer, and a source that gives nothing fails.
+// TestStalled: Close does not wait for a consumer, and a source without bytes fails.
 func TestStalled(t *testing.T) {
 	r, err := NewReader(nothing{}, Gzip, Limits{})
 	if err != nil {

@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// TestMain lets the test binary be the program that is measured: it unpacks its standard input to its standard output.
-// It tells itself what that cost: the kernel counts the start of this large program, too, and for memory its parent.
+// TestMain can make the test binary the measured program, which unpacks standard input to standard output and prints
+// the cost. The kernel's figures would include the start of the large binary, and the parent's memory.
 func TestMain(m *testing.M) {
 	if os.Getenv("DROVER_UNPACK") == "" {
 		os.Exit(m.Run())
@@ -39,7 +39,7 @@ func TestMain(m *testing.M) {
 	os.Exit(0)
 }
 
-// unpackSelf measures this program.
+// unpackSelf measures the test binary.
 func unpackSelf(t testing.TB, from, to, tmp string) cost {
 	self, err := os.Executable()
 	if err != nil {
@@ -118,7 +118,7 @@ func measure(t testing.TB, from, to string, args ...string) cost {
 	return cost{time.Since(start), s.SystemTime() + s.UserTime(), s.SysUsage().(*syscall.Rusage).Maxrss >> 10}
 }
 
-// benchArchives gives files to unpack: those in the folder that DROVER_ARCHIVES names, or some of this very program.
+// benchArchives returns files to unpack: the files in the folder DROVER_ARCHIVES, or archives of the test binary.
 func benchArchives(b *testing.B, self string) []string {
 	dir := os.Getenv("DROVER_ARCHIVES")
 	if dir == "" {
@@ -144,7 +144,7 @@ func benchArchives(b *testing.B, self string) []string {
 	return files
 }
 
-// BenchmarkUnpack compares with the tools, from file to file, in turns; it takes the best of some runs of each.
+// BenchmarkUnpack compares Drover with the tools, from file to file, in turns, with the best of some runs of each.
 func BenchmarkUnpack(b *testing.B) {
 	self, err := os.Executable()
 	if err != nil {

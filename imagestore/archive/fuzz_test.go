@@ -10,10 +10,10 @@ import (
 	"drover.io/drover/api"
 )
 
-// fuzzMost bounds what one input may unpack to: fuzzing is about structure, not about size.
+// fuzzMost bounds the unpacked size of an input: fuzzing is about structure, not about size.
 const fuzzMost = 1 << 20
 
-// known fails for errors that no hostile archive may cause.
+// known fails for errors which no hostile archive may cause.
 func known(t *testing.T, err error) {
 	t.Helper()
 	switch api.KindOf(err) {

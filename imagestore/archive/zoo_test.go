@@ -20,7 +20,7 @@ func crc(b []byte) uint32 { return crc32.ChecksumIEEE(b) }
 
 var le = binary.LittleEndian
 
-// bits writes numbers of so many bits, lowest first.
+// bitWriter writes numbers of a given number of bits, lowest first.
 type bitWriter struct {
 	b []byte
 	n uint
@@ -38,13 +38,13 @@ func (w *bitWriter) put(v uint32, n uint) *bitWriter {
 	return w
 }
 
-// gz puts deflate data into a member that fits.
+// gz puts deflate data into a fitting member.
 func gz(deflated, plain []byte) []byte {
 	b := append([]byte("\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03"), deflated...)
 	return le.AppendUint32(le.AppendUint32(b, crc(plain)), uint32(len(plain)))
 }
 
-// xzFile makes a file of one block. header is the block's without size, padding and CRC.
+// xzFile makes a file of a single block. header is the block's header without size, padding and CRC.
 func xzFile(check byte, header, packed, sum []byte, plain int) []byte {
 	head := append([]byte{0}, header...)
 	for len(head)%4 != 0 {
@@ -84,7 +84,7 @@ func xzEnd(b []byte, check byte, records ...int) []byte {
 	return append(append(le.AppendUint32(b, crc(foot)), foot...), "YZ"...)
 }
 
-// zs makes a frame of blocks, without checksum; window is its descriptor.
+// zs makes a frame of blocks, without checksum; window is the window descriptor.
 func zs(window byte, blocks ...[]byte) []byte {
 	b := append(le.AppendUint32(nil, zstdMagic), 0, window)
 	for i, block := range blocks {
@@ -98,7 +98,7 @@ func zs(window byte, blocks ...[]byte) []byte {
 	return b
 }
 
-// edit gives a copy that was changed.
+// edit returns a changed copy.
 func edit(b []byte, f func([]byte)) []byte {
 	b = bytes.Clone(b)
 	f(b)
@@ -110,7 +110,7 @@ var (
 	lzma2Small = []byte{0, 0x21, 1, 0} // flags, LZMA2, a dictionary of 4 KiB
 )
 
-// TestZoo: damaged and hostile archives, and what is said of each.
+// TestZoo: damaged and hostile archives, and the error of each.
 func TestZoo(t *testing.T) {
 	text := samples(t)["text"][:50000]
 	g := run(t, text, "gzip", "-nc")
@@ -238,7 +238,7 @@ func TestZoo(t *testing.T) {
 		{"zstd: a table that is too large", zs(0, []byte{0, 1, 0xa8, 0x0f, 0, 0, 1}), bad, "damaged", nil},
 		{"zstd: sequences without bits", zs(0, []byte{0, 1, 0x54, 0, 0, 0}), bad, "damaged", nil},
 		{"zstd: sequences without end", zs(0, []byte{0, 1, 0x54, 0, 0, 0, 0}), bad, "damaged", nil},
-		// One sequence: no literals, a match of 3 at distance 4 (code 0 is repeat 1, but without literals 2).
+		// A single sequence: no literals, a match of 3 at distance 4 (code 0 is repeat 1, but without literals 2).
 		{"zstd: a distance before the start", zs(0, []byte{0, 1, 0x54, 0, 0, 0, 1}), bad, "damaged", nil},
 		{"zstd: a distance into the frame before", cat(z, zs(0, []byte{0, 1, 0x54, 0, 0, 0, 1})), bad, "damaged", nil},
 	}
@@ -250,7 +250,7 @@ func TestZoo(t *testing.T) {
 	}
 }
 
-// TestCut: an archive that is cut anywhere is said to be, and what was read is its start.
+// TestCut: an archive cut anywhere gets an error, and the bytes read before are the start of the content.
 func TestCut(t *testing.T) {
 	text := samples(t)["text"][:3000]
 	for _, tool := range []string{"gzip", "xz -0", "xz -0 -T2 --block-size=1000", "zstd", "zstd -19"} {
@@ -270,7 +270,7 @@ func TestCut(t *testing.T) {
 	}
 }
 
-// TestFlip: whichever byte is wrong, content that is wrong is never said to be right.
+// TestFlip: with any wrong byte, the reader never accepts wrong content.
 func TestFlip(t *testing.T) {
 	text := samples(t)["text"][:1500]
 	for _, tool := range []string{"gzip", "xz -0", "xz -0 --check=crc32", "xz -0 -T2 --block-size=500 --check=sha256",
@@ -292,8 +292,8 @@ func TestFlip(t *testing.T) {
 	}
 }
 
-// TestXzGuardRefusesManyLargeDictionaries: the decoder allocates the dictionary that each block names, so blocks
-// without content must not have it allocate without end.
+// TestXzGuardRefusesManyLargeDictionaries: the decoder allocates the dictionary named by each block, so the guard
+// bounds the dictionaries of blocks without content.
 func TestXzGuardRefusesManyLargeDictionaries(t *testing.T) {
 	if err := guarded(20_000, 28); !api.Is(err, api.OutOfRange) || !strings.Contains(err.Error(), "dictionary of 64 MiB") {
 		t.Errorf("20,000 dictionaries of 64 MiB in 320 KB: %v", err)
@@ -303,7 +303,7 @@ func TestXzGuardRefusesManyLargeDictionaries(t *testing.T) {
 	}
 }
 
-// TestXzGuardRefusesBlocksWithoutEnd: the decoder keeps a list of the blocks.
+// TestXzGuardRefusesBlocksWithoutEnd: the decoder keeps a list of the blocks, so the guard bounds the number of blocks.
 func TestXzGuardRefusesBlocksWithoutEnd(t *testing.T) {
 	if err := guarded(maxBlocks, 0); !errors.Is(err, io.ErrUnexpectedEOF) {
 		t.Errorf("%d blocks: %v", maxBlocks, err)
@@ -321,7 +321,7 @@ func guarded(blocks int, dict byte) error {
 	return err
 }
 
-// TestMemory: the memory of a process that unpacks follows from the window, and not from the size.
+// TestMemory: the memory of an unpacking process follows from the window, and not from the size.
 func TestMemory(t *testing.T) {
 	suite.Long(t)
 	dir := t.TempDir()

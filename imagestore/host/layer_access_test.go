@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// objects are what a cache or an API server has; err is the answer of one that is away.
+// objects stands in for a cache or an API server; err is the answer of an unreachable server.
 type objects struct {
 	nodeNeeds
 	err error
@@ -37,11 +37,11 @@ func lent(node string, disk, uuid api.UID, layers ...api.UID) api.ImageCopy {
 	return api.ImageCopy{Spec: api.ImageCopySpec{Node: node, Disk: disk, UUID: uuid, Layers: layers}}
 }
 
-// TestLayersForThoseWhoNeedThem: a node may read what an ImageCopy or a Replica of it is made of, and nothing else.
+// TestLayersForThoseWhoNeedThem: a node may read the layers of an ImageCopy or a Replica on the node, and nothing else.
 func TestLayersForThoseWhoNeedThem(t *testing.T) {
 	exported := lent("a", "disk-a", "export")
 	exported.Status.Layers = []api.UID{"snap"}
-	own := lent("d", "disk-d", "foreign") // what a node says of itself does not count
+	own := lent("d", "disk-d", "foreign") // a node's own status does not count
 	own.Status.Layers = []api.UID{"secret"}
 	n := nodeNeeds{copies: []api.ImageCopy{lent("a", "disk-a", "debian", "base", "top"), lent("b", "disk-b", "debian", "base", "top"),
 		exported, lent("c", "disk-c", "export"), own},
@@ -61,8 +61,8 @@ func TestLayersForThoseWhoNeedThem(t *testing.T) {
 	}
 }
 
-// TestLayerAccessAsksTheAPI: what the cache does not know yet is looked up in the API, at a bounded rate; while that is
-// away what the cache knows is served.
+// TestLayerAccessAsksTheAPI: layerAccess looks up unknown layers in the API, at a bounded rate; without the API,
+// layerAccess serves the layers known to the cache.
 func TestLayerAccessAsksTheAPI(t *testing.T) {
 	cached, live := &objects{}, &objects{}
 	live.copies = []api.ImageCopy{lent("b", "disk-b", "debian", "base")}
@@ -88,7 +88,7 @@ func TestLayerAccessAsksTheAPI(t *testing.T) {
 	}
 }
 
-// waiting is an API server that answers nothing before it is released.
+// waiting is an API server which answers nothing before the release.
 type waiting struct {
 	objects
 	asked, release chan struct{}
@@ -100,8 +100,8 @@ func (w *waiting) List(ctx context.Context, list client.ObjectList, o ...client.
 	return w.objects.List(ctx, list, o...)
 }
 
-// TestLayerAccessWaitsForNoOtherNode: while the API does not answer about one node, what the cache knows is served to
-// the others.
+// TestLayerAccessWaitsForNoOtherNode: while the API does not answer about a node, other nodes get the layers known to
+// the cache.
 func TestLayerAccessWaitsForNoOtherNode(t *testing.T) {
 	cached := &objects{nodeNeeds: nodeNeeds{copies: []api.ImageCopy{lent("d", "disk-d", "debian", "base")}}}
 	live := &waiting{asked: make(chan struct{}, 2), release: make(chan struct{})}

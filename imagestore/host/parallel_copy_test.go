@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// lending is a disk of another node; read, if set, is asked before each read of its layers, and may spoil what was read.
+// lending is a disk of another node. read, if set, gets the bytes of each read, and may spoil the bytes or fail.
 type lending struct {
 	block.Layers
 	read func(p []byte) error
@@ -44,12 +44,12 @@ func (s lentSource) ReadAt(p []byte, off int64) (int, error) {
 	return n, err
 }
 
-// senders are nodes with a disk each, which hold the same image, and one with a disk that is to get it.
+// senders are nodes with a disk and the same image each, and a node with the receiving disk.
 type senders struct {
 	t       *testing.T
 	id      *wire.Identity
-	others  []helperDisk  // the first of them is who is asked first
-	left    chan struct{} // a place was given back
+	others  []helperDisk  // the first is asked first
+	left    chan struct{} // a place was returned
 	want    importer.Spec
 	content []byte
 	to      *stack.Disk
@@ -120,7 +120,7 @@ func newSenders(t *testing.T, reads ...func([]byte) error) *senders {
 	return s
 }
 
-// copy copies the image, from the first helped by the others, which have their places before it begins.
+// copy copies the image from the first sender, helped by the others, which have places before the start.
 func (s *senders) copy() (map[string]int64, error) {
 	c := wire.NewClient(s.id, s.others[0].node, s.others[0].address)
 	defer c.Close()
@@ -145,12 +145,12 @@ func (s *senders) holds() {
 	}
 }
 
-// TestSeveralSenders: one copy comes from several nodes at once; one that fails is left out.
+// TestSeveralSenders: a copy comes from several nodes at once; a failing node is left out.
 func TestSeveralSenders(t *testing.T) {
 	failed, helped := make(chan struct{}), make(chan struct{})
 	var fail, help sync.Once
 	s := newSenders(t,
-		func([]byte) error { <-helped; return nil }, // somebody else has sent something, before this one does
+		func([]byte) error { <-helped; return nil }, // a helper sends bytes first
 		func([]byte) error { <-failed; help.Do(func() { close(helped) }); return nil },
 		func([]byte) error { fail.Do(func() { close(failed) }); return errors.New("its disk is broken") })
 	sent, err := s.copy()
@@ -163,7 +163,7 @@ func TestSeveralSenders(t *testing.T) {
 	}
 }
 
-// TestWrongSender: what a helper made up is not taken for the image.
+// TestWrongSender: wrong bytes from a helper are not taken for the image.
 func TestWrongSender(t *testing.T) {
 	helped := make(chan struct{})
 	var help sync.Once
@@ -184,14 +184,14 @@ func TestWrongSender(t *testing.T) {
 	s.holds()
 }
 
-// TestPlacesOfHelpers: a helper's place is given back at the end.
+// TestPlacesOfHelpers: a copy returns the places of the helpers at the end.
 func TestPlacesOfHelpers(t *testing.T) {
 	s := newSenders(t, nil, nil, nil)
 	if _, err := s.copy(); err != nil {
 		t.Fatal(err)
 	}
 	s.holds()
-	for range s.others[1:] { // the other side notices when the connection is closed
+	for range s.others[1:] { // the sender notices the closed connection
 		<-s.left
 	}
 }

@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// usage is what a step took.
+// usage is the cost of a step.
 type usage struct{ wall, cpu float64 }
 
 func measured(b *testing.B, who int, step func()) usage {
@@ -42,10 +42,11 @@ func middle(all []usage) usage {
 	return usage{wall[len(all)/2], cpu[len(all)/2]}
 }
 
-// BenchmarkImport compares imports of a disk of 1 GiB with real files, in all formats and with all that an import does
-// (SHA-512 of the source, digests of the content, durable at the end), with the tool of the format, which does none of
-// that; in turn, medians. On a busy machine the processor time says more than the clock. SHA-512 of the source's bytes
-// on one core is told too: the hash of a stream cannot be made in parallel, so it bounds an import.
+// BenchmarkImport compares imports of a disk of 1 GiB with real files, in all formats, with the tool of the format; in
+// turn, medians. An import also makes the SHA-512 of the source and the digests of the content, and is durable at the
+// end; the tool does none of this. On a busy machine the processor time says more than the clock. The benchmark also
+// reports SHA-512 of the source's bytes on a single core: the hash of a stream cannot be made in parallel, so the hash
+// bounds an import.
 func BenchmarkImport(b *testing.B) {
 	dir := b.TempDir()
 	raw := oracle.Disk(b, dir)

@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// testdata/v1 has what a released version records beside a half-made layer, byte for byte: a later version continues
-// the import by that, or has to see that it cannot. A version that writes something else adds a folder, with
+// testdata/v1 has the records of a released version beside a half-made layer, byte for byte: a later version continues
+// the import from the records, or has to refuse the records. A version with other records adds a folder, with
 //
 //	DROVER_WRITE_FIXTURES=v2 go test -run TestNotesOfHalfMadeLayers ./imagestore/importer
 
@@ -48,7 +48,7 @@ func TestNotesOfHalfMadeLayersAreReadAndWrittenAsBefore(t *testing.T) {
 	}
 }
 
-// noteFixture compares what is written now with a fixture, and returns that.
+// noteFixture compares the present record with a fixture, and returns the fixture.
 func noteFixture(t *testing.T, name string, note any) []byte {
 	t.Helper()
 	now, err := json.Marshal(note)

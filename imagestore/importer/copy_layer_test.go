@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// cutOff is a disk whose connection ends after some bytes.
+// cutOff is a disk on a connection which ends after some bytes.
 type cutOff struct {
 	block.Layers
 	left, read atomic.Int64
@@ -37,7 +37,7 @@ func (s *cutSource) ReadAt(p []byte, off int64) (int, error) {
 	return s.Source.ReadAt(p, off)
 }
 
-// TestCopyGoesOn: a copy that is cut off continues where it was; one of other content does not.
+// TestCopyGoesOn: an interrupted copy continues from the checkpoint; a copy of other content begins again.
 func TestCopyGoesOn(t *testing.T) {
 	suite.Slow(t)
 	content := sample(300 << 20)
@@ -64,7 +64,7 @@ func TestCopyGoesOn(t *testing.T) {
 			len(content)>>20)
 	}
 
-	// What was kept of another content is not continued.
+	// A checkpoint of other content is not continued.
 	other := newWant()
 	if _, err := importer.Import(t.Context(), from, other, new(importer.Progress), file(sparseFile(t, sample(200<<20)))); err != nil {
 		t.Fatal(err)

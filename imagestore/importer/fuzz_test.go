@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/imagestore/archive"
 )
 
-// FuzzDetect: whatever a file begins and ends with, it is of one format, whose reader then gives a disk that can be or
-// an error with a kind; what is refused by name is never a raw disk.
+// FuzzDetect: for any head and tail, a file is of a single format. The reader of the format returns a possible disk, or
+// an error with a kind, and a format refused by name is never a raw disk.
 func FuzzDetect(f *testing.F) {
 	for _, s := range []string{"QFI\xfb\x00\x00\x00\x03", "QFI\xfb\x00\x00\x00\x01", "QFI\xfb", "KDMV\x01", "COWD",
 		"# Disk DescriptorFile\ncreateType=\"monolithicFlat\"\nRW 1 FLAT \"x\"\n", "vhdxfile", "conectix", "\x1f\x8b\x08",
@@ -47,7 +47,7 @@ func FuzzDetect(f *testing.F) {
 			for _, c := range end {
 				sum += uint32(c)
 			}
-			binary.BigEndian.PutUint32(end[64:], ^sum) // right, so that what is behind it is reached
+			binary.BigEndian.PutUint32(end[64:], ^sum) // right, so that the reader gets past the checksum
 		}
 		switch {
 		case err != nil:

@@ -64,7 +64,7 @@ func sum(b []byte) string {
 	return hex.EncodeToString(h[:])
 }
 
-// sparseFile writes b with holes where it has 4 KiB of zeros.
+// sparseFile writes b with holes for 4 KiB of zeros each.
 func sparseFile(t testing.TB, b []byte) string {
 	t.Helper()
 	name := filepath.Join(t.TempDir(), "image")
@@ -101,7 +101,7 @@ func download(url string) func(context.Context) (*origin.Stream, error) {
 // anywhere lets tests ask servers of this machine.
 var anywhere = originhttp.Access{Allow: func(netip.Addr) bool { return true }}
 
-// writeRaw is a source that comes in order, of known size or not.
+// stream is a source in order, of known size or not.
 func stream(b []byte, sized bool) func(context.Context) (*origin.Stream, error) {
 	return func(context.Context) (*origin.Stream, error) {
 		s := &origin.Stream{ReadCloser: io.NopCloser(bytes.NewReader(b)), Size: -1, Name: "a stream"}
@@ -112,7 +112,7 @@ func stream(b []byte, sized bool) func(context.Context) (*origin.Stream, error) 
 	}
 }
 
-// server serves b in one piece; with sized false without saying how long it is.
+// server serves b in a single piece; without sized, the answer does not announce the size.
 func server(t testing.TB, b []byte, sized bool) string {
 	t.Helper()
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -129,7 +129,7 @@ func server(t testing.TB, b []byte, sized bool) string {
 	return s.URL + "/image"
 }
 
-// holds checks that the disk has the image with this content, and no zeros written.
+// holds checks the size, the content and the digests of the image on the disk.
 func holds(t *testing.T, d *stack.Disk, want importer.Spec, content []byte) importer.Result {
 	t.Helper()
 	got, err := importer.Find(d, want)
@@ -160,7 +160,7 @@ func holds(t *testing.T, d *stack.Disk, want importer.Spec, content []byte) impo
 	return got
 }
 
-// clean checks that nothing is on the disk.
+// clean checks the disk for remains.
 func clean(t *testing.T, dir string) {
 	t.Helper()
 	for _, sub := range []string{"layers", "images"} {
@@ -199,8 +199,8 @@ func read(t testing.TB, name string) []byte {
 	return b
 }
 
-// The same content over every way in: the same bytes, and the same digest for every format and archive, from a file and
-// from a stream.
+// TestImport imports the same content in every way: the bytes are the same, and the digest is the same for every format
+// and archive, from a file and from a stream.
 func TestImport(t *testing.T) {
 	suite.Slow(t)
 	content := sample(23<<20 + 512) // qcow2 counts sectors
@@ -250,7 +250,7 @@ func TestImport(t *testing.T) {
 				way{name + ext + " stream", m.format + ext, b, stream(b, i%2 == 0)})
 		}
 	}
-	// Much of an import is waiting for the disk: two go on at a time, each on a disk of its own.
+	// Much of an import is waiting for the disk: two imports run at a time, each on a disk of its own.
 	type on struct {
 		d   *stack.Disk
 		dir string
@@ -263,7 +263,7 @@ func TestImport(t *testing.T) {
 	digest := ""
 	for i, c := range ways {
 		t.Run(c.name, func(t *testing.T) {
-			if i > 0 { // the digest is that of the first
+			if i > 0 { // the first import sets the digest
 				t.Parallel()
 			}
 			at := <-disks
@@ -353,7 +353,7 @@ func TestImportFailuresLeaveNothing(t *testing.T) {
 	}
 }
 
-// An import that is cancelled at any moment ends soon, and leaves nothing.
+// TestImportIsCancelled: an import cancelled at any moment ends soon, and leaves nothing.
 func TestImportIsCancelled(t *testing.T) {
 	suite.Slow(t)
 	content := sample(24 << 20)
@@ -394,8 +394,7 @@ func smallFS(t *testing.T, n int) string {
 	return dir
 }
 
-// unmount takes a mount off. A process that is just being started with a copy of the mount table, by whomever, keeps it
-// busy for a moment.
+// unmount takes a mount off. A starting process with a copy of the mount table keeps the mount busy for a moment.
 func unmount(t *testing.T, dir string) {
 	t.Helper()
 	tick := time.NewTicker(20 * time.Millisecond)
@@ -423,7 +422,7 @@ func TestDiskFull(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	q := qcow2File(t, content[:30<<20]) // fits as it is, but not with what it is converted to
+	q := qcow2File(t, content[:30<<20]) // the image fits, but not together with the converted layer
 	for name, open := range map[string]func(context.Context) (*origin.Stream, error){
 		"file":   file(sparseFile(t, content)),
 		"stream": download(server(t, content, true)),
@@ -449,7 +448,7 @@ func TestDiskFull(t *testing.T) {
 	}
 }
 
-// watchRoom looks at the room on a disk until it is asked what the least was.
+// watchRoom watches the room on a disk, and returns a function which reports the least.
 func watchRoom(t *testing.T, d *stack.Disk) func() int64 {
 	t.Helper()
 	stop, least := make(chan struct{}), make(chan int64)
@@ -483,7 +482,7 @@ func TestCopyBetweenDisks(t *testing.T) {
 	if _, err := importer.Copy(t.Context(), to, from, newWant(), new(importer.Progress)); !api.Is(err, api.NotFound) {
 		t.Fatalf("copy of what is not there: %v", err)
 	}
-	for range 2 { // the second time it is there already
+	for range 2 { // the second copy finds the image
 		got, err := importer.Copy(t.Context(), from, to, want, new(importer.Progress))
 		if err != nil || got.Digest != made.Digest || got.Checksum != made.Checksum {
 			t.Fatalf("%+v: %v", got, err)
@@ -492,7 +491,8 @@ func TestCopyBetweenDisks(t *testing.T) {
 	}
 }
 
-// What a crash leaves is used or removed: a layer without the image's record, a record without anything else.
+// TestLeftovers: the importer uses or removes the remains of a crash: a layer without the image's record, a record
+// alone.
 func TestLeftovers(t *testing.T) {
 	content := sample(5 << 20)
 	dir := t.TempDir()
@@ -529,7 +529,7 @@ func TestLeftovers(t *testing.T) {
 	want = newWant()
 	root := orphan(want)
 	want.Digest, want.VirtualSize, want.Format, want.Checksum = root, int64(len(content)), "raw", sum(content)
-	holds(t, d, want, content) // the digest vouches for it
+	holds(t, d, want, content) // the digest vouches for the layer
 	if err := importer.Remove(t.Context(), d, want); err != nil {
 		t.Fatal(err)
 	}
@@ -541,7 +541,7 @@ func TestLeftovers(t *testing.T) {
 	}
 	clean(t, dir)
 
-	// A source whose content changed is not taken for the same image.
+	// A source with changed content is not taken for the same image.
 	want = newWant()
 	want.Digest = strings.Repeat("0", 64)
 	if _, err := importer.Import(t.Context(), d, want, new(importer.Progress), file(name)); !api.Is(err, api.Corrupt) {

@@ -8,7 +8,7 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// liar is a disk of another node that says that its layers are larger than they are.
+// liar is a disk of another node which exaggerates the size of the layers.
 type liar struct{ block.Layers }
 
 type larger struct{ block.Source }
@@ -20,7 +20,7 @@ func (l liar) Open(uid string) (block.Source, error) {
 	return larger{s}, err
 }
 
-// TestCopyRefusesLargerLayers: no layer is copied that is larger than its image.
+// TestCopyRefusesLargerLayers: a copy refuses a layer larger than the image.
 func TestCopyRefusesLargerLayers(t *testing.T) {
 	from, to := newDisk(t, t.TempDir()), newDisk(t, t.TempDir())
 	want := newWant()

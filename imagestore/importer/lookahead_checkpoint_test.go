@@ -11,7 +11,8 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// What was read early is compared by the process that goes on as well, and by nobody with what came before.
+// TestEarlyIsComparedAfterARestart: the continuing process compares bytes read early with the stream, too, but not with
+// bytes before the checkpoint.
 func TestEarlyIsComparedAfterARestart(t *testing.T) {
 	const size = waitDistance + 5*lookaheadUnit + 1000
 	file := make([]byte, size)
@@ -43,7 +44,7 @@ func TestEarlyIsComparedAfterARestart(t *testing.T) {
 	}
 	for _, wrong := range []int64{-1, waitDistance + 1, waitDistance + 3*lookaheadUnit - 1, size - 1, waitDistance + lookaheadUnit} {
 		then := bytes.Clone(file)
-		unread := wrong == waitDistance+lookaheadUnit // it may be whatever it is
+		unread := wrong == waitDistance+lookaheadUnit // not read early, so every byte is right
 		if wrong >= 0 {
 			then[wrong]++
 		}
@@ -75,7 +76,7 @@ func TestEarlyIsComparedAfterARestart(t *testing.T) {
 	if _, ok := first.pendingRecords(); ok {
 		t.Error("half a comparison was recorded")
 	}
-	// What the stream has passed is not taken early, whatever the reader thought.
+	// The lookahead takes no bytes already passed by the stream.
 	if err := first.compareStream(file[waitDistance+1:waitDistance+lookaheadUnit+10], waitDistance+1); err != nil {
 		t.Fatal(err)
 	}

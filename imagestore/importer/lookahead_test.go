@@ -22,8 +22,8 @@ import (
 	originhttp "drover.io/drover/imagestore/origin/http"
 )
 
-// asVMwareWrites makes of a streamOptimized image what a tool writes that does not know the end when it begins: each
-// grain table behind its grains, then the directory and a footer.
+// asVMwareWrites makes of a streamOptimized image the output of a tool without knowledge of the end: each grain table
+// behind the grains, then the directory and a footer.
 func asVMwareWrites(b []byte) []byte {
 	const sector, perTable = 512, 512
 	grain := le.Uint64(b[20:]) * sector
@@ -57,7 +57,7 @@ func asVMwareWrites(b []byte) []byte {
 	pad()
 	mark(1, 3)
 	head := out[:sector]
-	le.PutUint32(head[8:], le.Uint32(head[8:])&^2) // no redundant ones
+	le.PutUint32(head[8:], le.Uint32(head[8:])&^2) // no redundant tables
 	le.PutUint64(head[48:], 0)
 	le.PutUint64(head[56:], at)
 	out = append(out, head...)
@@ -66,8 +66,7 @@ func asVMwareWrites(b []byte) []byte {
 	return out
 }
 
-// ranged serves an image by ranges, and counts requests that are not of the stream itself. With lie, what those get of
-// it is something else.
+// ranged serves an image by ranges, and counts requests beside the stream. With lie, such requests get other bytes.
 func ranged(t *testing.T, b []byte, lie func([]byte)) (url string, early *atomic.Int64) {
 	t.Helper()
 	early = new(atomic.Int64)
@@ -89,14 +88,14 @@ func ranged(t *testing.T, b []byte, lie func([]byte)) (url string, early *atomic
 	return s.URL, early
 }
 
-// patient is download, for a machine that is busy.
+// patient is download, for a busy machine.
 func patient(url string) func(context.Context) (*origin.Stream, error) {
 	return func(ctx context.Context) (*origin.Stream, error) {
 		return originhttp.Open(ctx, url, originhttp.Options{Pause: time.Millisecond, Access: anywhere})
 	}
 }
 
-// scratchOf is how many MiB the notice says that the scratch file took.
+// scratchOf is the size of the scratch file in MiB, from the notice.
 func scratchOf(t *testing.T, p *importer.Progress) float64 {
 	t.Helper()
 	m := regexp.MustCompile(`up to (\S+) (MiB|KiB) of the disk`).FindStringSubmatch(p.Notice())
@@ -113,8 +112,8 @@ func scratchOf(t *testing.T, p *importer.Progress) float64 {
 	return n
 }
 
-// Where a server has ranges, tables at the end of an image are read before they come: the scratch file stays small,
-// where else it would take all of the image.
+// TestTablesAreReadEarly: from a server with ranges, the importer reads tables at the end of an image early, so the
+// scratch file stays small. Without ranges, the scratch file takes most of the image.
 func TestTablesAreReadEarly(t *testing.T) {
 	suite.Slow(t)
 	content := make([]byte, 150<<20)
@@ -126,7 +125,7 @@ func TestTablesAreReadEarly(t *testing.T) {
 	command(t, "qemu-img", "convert", "-f", "raw", "-O", "vmdk", "-o", "subformat=streamOptimized", raw, image)
 	vmdk := asVMwareWrites(read(t, image))
 
-	// A table that moved to the end, as when an image was made larger.
+	// A table at the end, as in an image which was made larger.
 	qcow2 := read(t, qcow2File(t, content))
 	l1, n := be.Uint64(qcow2[40:]), uint64(be.Uint32(qcow2[36:]))*8
 	qcow2 = append(qcow2, make([]byte, -len(qcow2)&0xffff)...)
@@ -178,7 +177,7 @@ func TestTablesAreReadEarly(t *testing.T) {
 				t.Errorf("%s", p.Notice())
 			}
 		})
-		// A server that tells something else then has something else: what was made of it goes, and it is tried again.
+		// A server with other bytes for early requests: the importer removes the layer and tries again.
 		t.Run(c.name+" of a liar", func(t *testing.T) {
 			url, early := ranged(t, c.image, c.lie)
 			want := newWant()

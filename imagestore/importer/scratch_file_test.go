@@ -16,8 +16,8 @@ import (
 	"drover.io/drover/imagestore/origin"
 )
 
-// What is converted leaves the scratch file, and the source waits for the conversion: the file stays far below the size
-// of the image, where tools made that. The status tells.
+// TestScratchStaysSmall: converted bytes leave the scratch file, and the source waits for the conversion. For images
+// made by tools, the file stays far below the size of the image, and the notice reports the size.
 func TestScratchStaysSmall(t *testing.T) {
 	suite.Slow(t)
 	content := make([]byte, 96<<20)

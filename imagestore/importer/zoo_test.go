@@ -23,17 +23,17 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// animal is an image that nobody should believe.
+// animal is a hostile image.
 type animal struct {
 	name string
 	b    []byte
 	kind api.Kind
 	text string
-	// writeRaw is what else a stream of it may fail for, and is Corrupt then.
+	// stream is another message of a failing stream, of kind Corrupt.
 	stream string
 }
 
-// edit gives a changed copy of b.
+// edit returns a changed copy of b.
 func edit(b []byte, change func(b []byte)) []byte {
 	b = bytes.Clone(b)
 	change(b)
@@ -42,7 +42,7 @@ func edit(b []byte, change func(b []byte)) []byte {
 
 func cat(parts ...[]byte) []byte { return bytes.Join(parts, nil) }
 
-// cage makes images of one content in all formats.
+// cage makes images of the same content in all formats.
 type cage struct {
 	t   *testing.T
 	raw string
@@ -72,7 +72,7 @@ var (
 	le = binary.LittleEndian
 )
 
-// hostile are images of all formats that lie.
+// hostile returns lying images of all formats.
 func hostile(t *testing.T) []animal {
 	content := sample(8 << 20)
 	for i := 4 << 20; i < 5<<20; i++ {
@@ -143,7 +143,7 @@ func hostile(t *testing.T) []animal {
 			}
 		}
 	}))
-	// 40 tables of 8192 clusters, all of one compressed cluster.
+	// 40 tables of 8192 clusters, all of the same compressed cluster.
 	bomb := make([]byte, 64<<10*43)
 	copy(bomb, q[:112])
 	be.PutUint64(bomb[24:], 40<<29)
@@ -273,8 +273,8 @@ func hostile(t *testing.T) []animal {
 	return zoo
 }
 
-// TestZoo has images that lie, each by way of a file and of a stream, on a real disk: a clear error each, nothing left,
-// and memory that does not follow what they claim.
+// TestZoo imports lying images from a file and from a stream to a real disk: the error is clear, nothing is left, and
+// the memory does not follow the claims of the image.
 func TestZoo(t *testing.T) {
 	suite.Slow(t)
 	dir := t.TempDir()
@@ -315,7 +315,7 @@ func TestZoo(t *testing.T) {
 	t.Logf("%d hostile images", len(zoo))
 }
 
-// watchMemory looks at the memory of the process until it is asked by how much it grew at most.
+// watchMemory watches the memory of the process, and returns a function which reports the largest growth.
 func watchMemory(t *testing.T) func() int64 {
 	t.Helper()
 	debug.FreeOSMemory()
@@ -351,7 +351,7 @@ func watchMemory(t *testing.T) func() int64 {
 	}
 }
 
-// Bombs that end at the room of the disk, or are what they say.
+// TestBombs: bombs of data end at the room of the disk, bombs of zeros are imported, and both need little memory.
 func TestBombs(t *testing.T) {
 	dir := smallFS(t, 60)
 	d, err := stack.Add(t.Context(), dir)
@@ -381,8 +381,8 @@ func TestBombs(t *testing.T) {
 	}
 }
 
-// Archives that make use of the largest windows there are. What does not fit into memory goes to the image's disk: the
-// folder for temporary files may be memory itself.
+// TestLargeWindows: archives with the largest windows need little memory. The importer puts the rest on the image's
+// disk, because the folder for temporary files may be in memory.
 func TestLargeWindows(t *testing.T) {
 	suite.Long(t)
 	d := newDisk(t, t.TempDir())

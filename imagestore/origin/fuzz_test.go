@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// What a server or a sender says of a range is a range, or is nothing.
+// FuzzContentRange: an announced range is valid, or refused.
 func FuzzContentRange(f *testing.F) {
 	for _, s := range []string{"bytes 0-9/10", "bytes 5-9/*", "bytes 0-9/9", "bytes 9-0/10", "bytes */10", "bytes -5-9/10",
 		"bytes +5-9/10", "bytes 0-5/-7", "bytes 0-9223372036854775807/*", "bytes 0-99999999999999999999/10", "items 0-1/2", ""} {

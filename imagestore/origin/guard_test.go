@@ -25,7 +25,7 @@ func TestInside(t *testing.T) {
 		"169.254.169.254": true, "fe80::1": true, "fe80::1%eth0": true, "fd00:ec2::254": true, "fc00::1": true,
 		"100.100.100.200": true, "168.63.129.16": true, "192.0.0.192": true, "198.18.0.1": true,
 		"224.0.0.1": true, "ff02::1": true, "255.255.255.255": true, "240.0.0.1": true, "fec0::1": true,
-		// The same addresses in IPv6 clothes.
+		// The same addresses embedded in IPv6.
 		"::ffff:127.0.0.1": true, "::ffff:169.254.169.254": true, "64:ff9b::a9fe:a9fe": true,
 		"64:ff9b::7f00:1": true, "2002:7f00:1::": true, "2002:c0a8:101::1": true, "::10.0.0.1": true,
 		"2001:0:7f00:1::": true,
@@ -64,7 +64,7 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// guarded is a client whose transport connects by Guard.
+// guarded is a client with a transport which connects by Guard.
 func guarded(t *testing.T, tr *http.Transport, allow func(netip.Addr) bool) *http.Client {
 	t.Helper()
 	tr.DisableKeepAlives = true
@@ -120,7 +120,7 @@ func TestGuardTransportBehindAProxy(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The proxy itself is on a loopback address, which no source may be on.
+	// The proxy is on a loopback address, which no source may use.
 	client := guarded(t, &http.Transport{Proxy: http.ProxyURL(at)}, nil)
 	resp, err := client.Get("http://images.invalid/x")
 	if err != nil {

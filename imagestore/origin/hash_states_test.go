@@ -20,7 +20,7 @@ func TestHashStatesContinueAndStayBounded(t *testing.T) {
 	const pieces = 3 * maxHashStates * hashStride >> 10
 	for i := range pieces {
 		piece[0] = byte(i)
-		_, _ = sum.Write(piece[:1]) // a byte stands for all of them
+		_, _ = sum.Write(piece[:1]) // a byte stands for the whole piece
 		tr.Record(int64(i+1)<<10, sum)
 	}
 	if n := len(tr.states); n >= maxHashStates || n < maxHashStates/4 {

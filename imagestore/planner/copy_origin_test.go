@@ -7,15 +7,15 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestPlanAcrossNodes: copies come from their own node first, then from the least busy of another, and from elsewhere
-// when they have failed.
+// TestPlanAcrossNodes: a copy comes from the copy's own node first, then from the least busy disk of another node, and
+// from elsewhere after failures.
 func TestPlanAcrossNodes(t *testing.T) {
 	for _, c := range []struct {
 		name         string
 		copies       []api.ImageCopy
 		least        int32
 		needed       string // disk
-		create, mend string // disk it comes from
+		create, mend string // disk of the source
 	}{
 		{"another node", []api.ImageCopy{on("n1", "a", api.ImageReady, "", 0)}, 1, "c", "a", ""},
 		{"the own node first", []api.ImageCopy{on("n1", "a", api.ImageReady, "", 0), on("n2", "d", api.ImageReady, "", 0)}, 1,

@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestPlan: what is wanted, by what is there. A copy is written disk:state, with +From, !used, ~hours unused; a disk in
-// upper case is to be left, one with a minus does not answer.
+// TestPlan plans the wanted copies from the existing copies. A copy is written disk:state, with +From, !used, ~hours
+// unused; a disk in upper case is evicted, a disk with a minus does not answer.
 func TestPlan(t *testing.T) {
 	now := time.Now()
 	for _, c := range []struct {
@@ -101,7 +101,7 @@ func TestPlan(t *testing.T) {
 			if !strings.Contains(p.problem, c.problem) || (c.problem == "") != (p.problem == "") {
 				t.Errorf("problem %q, want %q", p.problem, c.problem)
 			}
-			for _, d := range img.Spec.CleanupDisks { // a wish is over, or its copy goes
+			for _, d := range img.Spec.CleanupDisks { // a wish is over, or the copy is removed
 				dropped := slices.ContainsFunc(p.remove, func(c *api.ImageCopy) bool { return c.Spec.Disk == d })
 				if !slices.Contains(p.cleaned, d) && !dropped {
 					t.Errorf("the clean-up of %s never ends", d)
@@ -111,7 +111,7 @@ func TestPlan(t *testing.T) {
 	}
 }
 
-// parse reads one copy; one without a state is only a volume there.
+// parse reads a copy; a disk without a state has a volume alone.
 func parse(t *testing.T, text string, img *api.BackingImage, v *clusterView, now time.Time) {
 	t.Helper()
 	disk := api.UID(text[:1])

@@ -8,8 +8,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// The first copy of an image of a volume is where its layers are, whatever the selectors say; it goes when one that
-// suits is there, and not before.
+// TestPlanExport: the first copy of a volume's image is on the disk of the layers, against the selectors. The planner
+// removes the first copy after a suitable copy is ready, and not before.
 func TestPlanExport(t *testing.T) {
 	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceExport, MinNumberOfCopies: 1,
 		DiskSelector: []string{"fast"}}}
@@ -48,7 +48,7 @@ func TestPlanExport(t *testing.T) {
 	}
 }
 
-// TestHolder: an image is made of a member, and of one that answers before one that does not.
+// TestHolder: an image is made from a member, and preferably from a reachable member.
 func TestHolder(t *testing.T) {
 	v := &api.Volume{Status: api.VolumeStatus{UID: "v", Members: []string{"v.1", "v.2"}}}
 	rep := func(name, disk string, of api.UID, mode api.ReplicaMode) api.Replica {
@@ -80,7 +80,7 @@ func TestHolder(t *testing.T) {
 	}
 }
 
-// An image of a volume has no SHA-512, and none is told of it.
+// TestInShort: an image of a volume has no SHA-512, and the summary shows no checksum.
 func TestInShort(t *testing.T) {
 	s := &api.BackingImageStatus{Format: "raw", VirtualSizeText: "1 GiB"}
 	if got := summarizeImage(s); got != "raw image, 1 GiB" {

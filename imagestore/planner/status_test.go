@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// A deletion tells why a copy cannot be removed, and not of the failure that the copy had when it was made.
+// TestHindranceOfADeletion: a deletion reports why a copy cannot be removed, and not the failure of the copy's import.
 func TestHindranceOfADeletion(t *testing.T) {
 	gone := metav1.NewTime(time.Now())
 	c := on("n1", "a", api.ImageFailed, "", 1)
@@ -30,7 +30,7 @@ func TestHindranceOfADeletion(t *testing.T) {
 	}
 }
 
-// An image that has fewer copies than it wants says how many, also where nothing is wrong.
+// TestTooFewCopiesAreCounted: an image with too few copies reports the number, also without a problem.
 func TestTooFewCopiesAreCounted(t *testing.T) {
 	img := &api.BackingImage{Spec: api.BackingImageSpec{MinNumberOfCopies: 2}}
 	for message, want := range map[string]string{
