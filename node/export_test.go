@@ -2,7 +2,7 @@ package node
 
 import "drover.io/drover/api"
 
-// TakeAny has the door take any device for that of a volume: the tests' are the kernel's loop devices.
+// TakeAny makes the door accept any device as a volume's device: the tests have the kernel's loop devices.
 func (s *Server) TakeAny() *Server {
 	s.isOf = func(device, api.UID) bool { return true }
 	return s

@@ -14,8 +14,8 @@ import (
 	"drover.io/drover/node"
 )
 
-// A kubelet that was restarted publishes again, and has made mounts of its own of what it got: a subPath of a file
-// system, a device map of a block volume.
+// TestPublishAgainBesideMountsOfTheCaller: a restarted kubelet publishes again, beside mounts of the kubelet on the
+// published paths: a subPath of a file system, a device map of a block volume.
 func TestPublishAgainBesideMountsOfTheCaller(t *testing.T) {
 	mine := func(from, to string) {
 		sh(t, "mount", "--bind", from, to)
@@ -47,7 +47,7 @@ func TestPublishAgainBesideMountsOfTheCaller(t *testing.T) {
 	must(t, b.unpublish(b.target))
 }
 
-// What is staged already, and differs from what is asked for, is not said to be what is asked for.
+// TestStagedOtherwise: a stage call which differs from the existing stage is refused.
 func TestStagedOtherwise(t *testing.T) {
 	v := attach(t, 64*mib, false)
 	must(t, v.stage(mounted("ext4", writer)))
@@ -61,7 +61,8 @@ func TestStagedOtherwise(t *testing.T) {
 	must(t, v.stage(raw(writer)))
 }
 
-// A mount that cannot be taken off, here since another one hides it, is an error and not a wait without end.
+// TestHiddenMount: a mount hidden by another mount cannot be taken off, so the call fails instead of waiting without
+// end.
 func TestHiddenMount(t *testing.T) {
 	v := attach(t, 64*mib, false)
 	over := filepath.Dir(v.staging)
@@ -83,7 +84,7 @@ func TestHiddenMount(t *testing.T) {
 	must(t, v.unstage())
 }
 
-// A call whose caller has lost patience while another one works says so, and does nothing.
+// TestBusy: a call returns Busy if the caller has left, and does nothing.
 func TestBusy(t *testing.T) {
 	v := attach(t, 64*mib, false)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -93,8 +94,8 @@ func TestBusy(t *testing.T) {
 	wantKind(t, err, api.Busy)
 }
 
-// After a crash an attachment tells of the old device until the new one is there. Another may have its number by then,
-// and answers: it is not taken for the volume's.
+// TestDeviceOfAStranger: after a crash, an attachment names the old device until the new device exists. Another device
+// may have the old number by then, and is not taken for the volume's.
 func TestDeviceOfAStranger(t *testing.T) {
 	v := attach(t, 64*mib, false)
 	v.vol.Status.UID = api.NewUID()

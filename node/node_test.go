@@ -33,8 +33,8 @@ var (
 	door  *node.Server
 )
 
-// TestMain runs one API server for all tests. The devices are the kernel's loop devices, and the test says of them in
-// the objects what the data role would say.
+// TestMain runs a single API server for all tests. The devices are the kernel's loop devices, and the tests write the
+// data role's status.
 func TestMain(m *testing.M) {
 	suite.SystemMain()
 	klog.LogToStderr(false)
@@ -98,7 +98,7 @@ func wantKind(t *testing.T, err error, k api.Kind, words ...string) {
 	}
 }
 
-// volume is one attached volume of a test, with the paths a CO would choose.
+// volume is an attached volume of a test, with the paths of a CO.
 type volume struct {
 	t                        *testing.T
 	name, file, dev          string
@@ -133,8 +133,8 @@ func attachNamed(t *testing.T, name string, size int64, readOnly bool) *volume {
 			}
 		}
 		v.detach()
-		_ = os.Remove(filepath.Join("/dev/drover-published", name)) // of a volume that the test leaves published
-		_ = os.Remove("/dev/drover-published")                      // if it was the last
+		_ = os.Remove(filepath.Join("/dev/drover-published", name)) // the test may leave the volume published
+		_ = os.Remove("/dev/drover-published")                      // if the folder is empty
 		if err := store.Delete(context.Background(), v.vol); err != nil {
 			t.Error(err)
 		}
@@ -142,7 +142,7 @@ func attachNamed(t *testing.T, name string, size int64, readOnly bool) *volume {
 	return v
 }
 
-// loop makes the device and says so in an Attachment.
+// loop makes the device and an Attachment for the device.
 func (v *volume) loop(readOnly, blank bool) {
 	v.t.Helper()
 	args := []string{"losetup", "--find", "--show", "--direct-io=on"}
@@ -256,7 +256,8 @@ func (v *volume) total() int64 {
 
 const mib = 1 << 20
 
-// The whole life of a volume with each file system, every call twice, with the data still there the second time.
+// TestFilesystems: a volume passes its whole life with each file system, every call twice, and the data survives until
+// the second round.
 func TestFilesystems(t *testing.T) {
 	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
 		t.Run(fs, func(t *testing.T) {
@@ -314,7 +315,7 @@ func TestMkfsOptions(t *testing.T) {
 	}
 }
 
-// A file system that mkfs itself refuses can be tried again, with options that work.
+// TestMkfsFails: after a failed mkfs, a stage with working options succeeds.
 func TestMkfsFails(t *testing.T) {
 	v := attach(t, 64*mib, false)
 	v.vol.Spec.MkfsParams = "--no-such-option"
@@ -328,7 +329,7 @@ func TestMkfsFails(t *testing.T) {
 	must(t, v.stage(mounted("ext4", writer)))
 }
 
-// Never over data: whatever makes it look blank.
+// TestNeverOverData: a stage never makes a file system over data, although the volume looks blank.
 func TestNeverOverData(t *testing.T) {
 	scribble := func(v *volume, off int64) {
 		f, err := os.OpenFile(v.dev, os.O_WRONLY, 0)
@@ -372,7 +373,7 @@ func TestNeverOverData(t *testing.T) {
 		{"partitions", func(v *volume) {
 			scribble(v, 8*mib)
 			mbr := make([]byte, 512)
-			copy(mbr[446:], []byte{0, 0, 2, 0, 0x83, 0, 0, 0, 0, 8, 0, 0, 0, 8, 0, 0}) // one partition of Linux
+			copy(mbr[446:], []byte{0, 0, 2, 0, 0x83, 0, 0, 0, 0, 8, 0, 0, 0, 8, 0, 0}) // a partition of Linux
 			copy(mbr[510:], []byte{0x55, 0xaa})
 			f, err := os.OpenFile(v.dev, os.O_WRONLY, 0)
 			must(v.t, err)
@@ -411,13 +412,13 @@ func TestNeverOverData(t *testing.T) {
 	}
 }
 
-// A mkfs that was cut short is done again, also when the map shows what it wrote; one that only its mark did not
-// survive is kept.
+// TestHalfMade: an interrupted mkfs runs again, also when the map shows written blocks; a complete file system with a
+// remaining mark is kept.
 func TestHalfMade(t *testing.T) {
 	v := attach(t, 512*mib, false)
 	v.annotate(api.AnnotationMkfs, "xfs")
 	sh(t, "mkfs.xfs", "-q", "-f", "-K", v.dev)
-	sh(t, "dd", "if=/dev/zero", "of="+v.dev, "bs=1M", "seek=200", "count=100", "oflag=direct") // its log and more
+	sh(t, "dd", "if=/dev/zero", "of="+v.dev, "bs=1M", "seek=200", "count=100", "oflag=direct") // the log and more
 	v.detach()
 	v.loop(false, false)
 	must(t, v.stage(mounted("xfs", writer)))

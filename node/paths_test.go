@@ -34,7 +34,7 @@ func canGrowExt4(t *testing.T) bool {
 	return data[0].Effective&(1<<unix.CAP_SYS_RESOURCE) != 0
 }
 
-// xfs and btrfs grow while mounted; ext4 too, where the kernel allows it, else when staged anew.
+// TestGrow: xfs and btrfs grow while mounted; ext4 too, if the kernel allows the growth, else at the next stage.
 func TestGrow(t *testing.T) {
 	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
 		t.Run(fs, func(t *testing.T) {
@@ -66,7 +66,7 @@ func TestGrow(t *testing.T) {
 	}
 }
 
-// A file system that comes from an image is smaller than its volume, and fills it once staged.
+// TestGrowImage: a file system from an image is smaller than the volume, and fills the volume once staged.
 func TestGrowImage(t *testing.T) {
 	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
 		t.Run(fs, func(t *testing.T) {
@@ -75,7 +75,7 @@ func TestGrowImage(t *testing.T) {
 			v.detach()
 			v.grow(2048 * mib)
 			v.loop(false, false)
-			c := mounted("", writer) // whatever the image holds
+			c := mounted("", writer) // the image's file system
 			must(t, v.stage(c))
 			must(t, v.publish(c, v.target, false))
 			if n := v.total(); n < 1800*mib {
@@ -166,7 +166,7 @@ func TestAccessModes(t *testing.T) {
 	}
 }
 
-// What an earlier life left behind does not stop a new one, and does not stop anything from being taken down.
+// TestDeadMounts: the door takes down no other volume's mount, no busy mount, and no folder or file with content.
 func TestDeadMounts(t *testing.T) {
 	v := attach(t, 64*mib, false)
 	c := mounted("", writer)
@@ -178,7 +178,7 @@ func TestDeadMounts(t *testing.T) {
 	wantKind(t, v.stageAt(c, other.staging), api.Exists)
 	wantKind(t, v.publish(c, other.staging, false), api.InUse)
 
-	// In use: say so, and keep it.
+	// A busy mount: the call names and keeps the mount.
 	f, err := os.Create(filepath.Join(v.target, "open"))
 	must(t, err)
 	wantKind(t, v.unpublish(v.target), api.InUse, v.target)
@@ -186,7 +186,7 @@ func TestDeadMounts(t *testing.T) {
 	must(t, v.unpublish(v.target))
 	must(t, v.unstage())
 
-	// A folder with content and a file with content are nobody's target to remove.
+	// The door removes no folder and no file with content.
 	must(t, os.Mkdir(v.target, 0o700))
 	must(t, os.WriteFile(filepath.Join(v.target, "precious"), []byte("x"), 0o600))
 	wantKind(t, v.unpublish(v.target), api.InUse)
@@ -249,7 +249,7 @@ func TestRefusals(t *testing.T) {
 	v.att, v.dev = att, dev
 }
 
-// Many calls at once: one file system, one mount.
+// TestManyAtOnce: many calls at once make a single file system and a single mount.
 func TestManyAtOnce(t *testing.T) {
 	v := attach(t, 512*mib, false)
 	c := mounted("xfs", writer)
@@ -269,7 +269,7 @@ func TestManyAtOnce(t *testing.T) {
 	}
 }
 
-// A stage waits for a device that is not there yet, and gives up with the caller.
+// TestWaitsForDevice: a stage waits for the device, and ends with the caller.
 func TestWaitsForDevice(t *testing.T) {
 	v := attach(t, 64*mib, false)
 	was := v.att.Status
@@ -329,8 +329,8 @@ func TestInfoAndHealth(t *testing.T) {
 	if h := health(); len(h) > 0 {
 		t.Errorf("a well volume: %v", h)
 	}
-	sh(t, "mount", "-o", "remount,ro", v.dev, v.staging) // the file system itself
-	sh(t, "mount", "-o", "remount,bind,rw", v.staging)   // but not its mount: as after an error
+	sh(t, "mount", "-o", "remount,ro", v.dev, v.staging) // the file system
+	sh(t, "mount", "-o", "remount,bind,rw", v.staging)   // but not the mount: as after an error
 	v.att.Status.Ready, v.att.Status.Message = false, "the disk is gone"
 	v.att.Status.Conditions = []metav1.Condition{{Type: api.ConditionIntact, Status: "False", Reason: "DigestMismatch",
 		LastTransitionTime: metav1.Now(), Message: "2 MiB at 7"}}
@@ -345,7 +345,7 @@ func TestInfoAndHealth(t *testing.T) {
 	}
 }
 
-// deadMount leaves at path what a FUSE server that died leaves.
+// deadMount leaves a dead FUSE server's mount at path.
 func deadMount(t *testing.T, path string) {
 	t.Helper()
 	must(t, os.MkdirAll(path, 0o700))
@@ -366,7 +366,7 @@ func TestDeadServer(t *testing.T) {
 	must(t, v.stage(c))
 	must(t, v.publish(c, v.target, false))
 	must(t, os.WriteFile(filepath.Join(v.target, "f"), nil, 0o600))
-	deadMount(t, v.target) // over a live one
+	deadMount(t, v.target) // over a live mount
 	_, err := v.stats()
 	wantKind(t, err, api.NotFound)
 	must(t, v.unpublish(v.target))
