@@ -60,7 +60,7 @@ func TestMain(m *testing.M) {
 		door = New(store)
 		code := m.Run()
 		cancel()
-		_ = server.Wait() // cuts the open connections
+		_ = server.Wait() // open connections are cut
 		return code
 	}())
 }
@@ -554,7 +554,7 @@ func TestCapacityAndHealth(t *testing.T) {
 	}
 }
 
-// TestCallerLeaves: a call ends with the caller, leaves no watch or goroutine behind, and explains the end.
+// TestCallerLeaves: a call ends with the caller, and the error is Busy and explains the end.
 func TestCallerLeaves(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()

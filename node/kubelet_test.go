@@ -84,7 +84,7 @@ func TestHiddenMount(t *testing.T) {
 	must(t, v.unstage())
 }
 
-// TestBusy: a call returns Busy if the caller has left, and does nothing.
+// TestBusy: a call returns Busy if the caller has left.
 func TestBusy(t *testing.T) {
 	v := attach(t, 64*mib, false)
 	ctx, cancel := context.WithCancel(t.Context())

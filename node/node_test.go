@@ -329,7 +329,7 @@ func TestMkfsFails(t *testing.T) {
 	must(t, v.stage(mounted("ext4", writer)))
 }
 
-// TestNeverOverData: a stage never makes a file system over data, although the volume looks blank.
+// TestNeverOverData: a stage never makes a file system over data, even if the volume looks blank.
 func TestNeverOverData(t *testing.T) {
 	scribble := func(v *volume, off int64) {
 		f, err := os.OpenFile(v.dev, os.O_WRONLY, 0)

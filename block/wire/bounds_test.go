@@ -121,7 +121,7 @@ func TestAnswersAreBounded(t *testing.T) {
 	}
 }
 
-// TestMessagesAreBounded: a client cuts a node's error message, and does not show the reason phrase.
+// TestMessagesAreBounded: a client cuts the message and the kind of a node's error.
 func TestMessagesAreBounded(t *testing.T) {
 	a := testAuthority(t)
 	one, two := issued(t, a, "one"), issued(t, a, "two")

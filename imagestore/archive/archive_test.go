@@ -332,7 +332,7 @@ func TestSourceError(t *testing.T) {
 	}
 }
 
-// TestStalled: Close does not wait for a consumer, and a source without bytes fails.
+// TestStalled: a read fails if the source gives no bytes.
 func TestStalled(t *testing.T) {
 	r, err := NewReader(nothing{}, Gzip, Limits{})
 	if err != nil {

@@ -491,8 +491,7 @@ func TestCopyBetweenDisks(t *testing.T) {
 	}
 }
 
-// TestLeftovers: the importer uses or removes the remains of a crash: a layer without the image's record, a record
-// alone.
+// TestLeftovers: the importer uses or removes the remains of a crash: a layer without the image's record.
 func TestLeftovers(t *testing.T) {
 	content := sample(5 << 20)
 	dir := t.TempDir()
