@@ -17,8 +17,9 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// copiesKilled: the data process is killed at random moments while a clone on another disk follows its source and a full
-// copy is made; in the end both have every byte, also those written meanwhile, and need the source no more.
+// copiesKilled: kills hit the data process at random moments while a clone on another disk hydrates from its source
+// and a full copy runs. In the end both volumes have every byte, also bytes written meanwhile, and need the source no
+// more.
 func copiesKilled(t *testing.T, w *world) {
 	const size = 96 * mib
 	far := w.path("far")
@@ -57,7 +58,7 @@ func copiesKilled(t *testing.T, w *world) {
 		pid := w.kill("data")
 		fillRandom(rng, own)
 		at := rng.Int64N(size/mib) * mib
-		put(t, b.target, own, at) // it waits for the next process
+		put(t, b.target, own, at) // the write waits for the next process
 		copy(linked[at:], own)
 		if !comes(func() bool { now := w.child("data"); return now != pid && now != 0 }) {
 			w.fatal("no data process after kill %d", i)
@@ -79,7 +80,7 @@ func copiesKilled(t *testing.T, w *world) {
 	must(t, err)
 	do(t, a.down, a.remove)
 	var left []string
-	if !comes(func() bool { // nothing of the source is left on its disk
+	if !comes(func() bool { // no pin of the source is left on the source's disk
 		left, err = filepath.Glob(w.path("disk", "pins", "*"))
 		return err != nil || len(left) == 0
 	}) || err != nil {
@@ -129,7 +130,7 @@ func same(t *testing.T, dev string, want []byte) {
 	}
 }
 
-// dropCaches makes the kernel forget what it knows of a block device.
+// dropCaches drops the kernel's cache of a block device.
 func dropCaches(dev string) error {
 	f, err := os.Open(dev)
 	if err != nil {

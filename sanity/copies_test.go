@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// fullCopies: a claim that is copied from another one has all of it, is larger, and lives on when all before it are
-// gone; so does a copy of a copy of a clone.
+// fullCopies: a full copy of a claim has all data of the claim, is larger, and outlives all its sources; so does a
+// copy of a copy of a clone.
 func fullCopies(t *testing.T, w *world) {
 	a, err := w.create("first", gib, mountCap("ext4"))
 	must(t, err)
@@ -60,8 +60,8 @@ func (w *world) imageSnap(volume, name string, parameters ...string) (*csi.Snaps
 	return res.GetSnapshot(), err
 }
 
-// imageSnapshots: a VolumeSnapshot of type bi is a backing image: ready when it is, of one creation time, listed, a
-// source of volumes, a file for QEMU, independent of its volume, and gone when it is deleted.
+// imageSnapshots: a VolumeSnapshot of type bi is a backing image: ready with the image, with one creation time,
+// listed, a source of volumes, a file for QEMU, independent of the volume, and gone after its deletion.
 func imageSnapshots(t *testing.T, w *world) {
 	a, err := w.create("golden", gib, mountCap("ext4"))
 	must(t, err)
@@ -131,7 +131,7 @@ func imageSnapshots(t *testing.T, w *world) {
 	wantCode(t, err, codes.NotFound)
 }
 
-// exported: an image as files, which QEMU finds sound and equal.
+// exported: QEMU finds the files exported from an image sound and equal.
 func exported(t *testing.T, w *world, image string) {
 	raw, packed, plain := w.path("image.raw"), w.path("image.zstd.qcow2"), w.path("image.qcow2")
 	w.must("image", "export", image, raw)

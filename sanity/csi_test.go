@@ -12,7 +12,7 @@ import (
 	"github.com/onsi/gomega"
 )
 
-// canary is a secret that must never be seen again.
+// canary is a secret; no log may have it.
 const canary = "c4n4ry-s3cr3t"
 
 var secrets = `

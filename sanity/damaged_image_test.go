@@ -28,8 +28,8 @@ func (w *world) flipImage(name, disk string, at int64) {
 	must(w.t, f.Sync())
 }
 
-// finds has the damage found that was just done by a verification that is asked for. Where the machine is so busy that
-// the node's own look came before it, the image is made well, and the damage is done once more.
+// finds damages an image copy and has a requested verification find the damage. On a busy machine the node's own
+// scrub may come first: then well waits for the repair of the image, and finds damages the copy again.
 func (w *world) finds(name, disk string, at int64, well func()) (said string) {
 	w.t.Helper()
 	for range 3 {
@@ -38,7 +38,7 @@ func (w *world) finds(name, disk string, at int64, well func()) (said string) {
 		if code == 1 {
 			return said
 		}
-		if code != 0 && code != 6 { // 6: it was the only copy
+		if code != 0 && code != 6 { // 6: the copy was the only copy
 			w.fatal("verify of %s: exit code %d: %s", name, code, said)
 		}
 		well()
@@ -47,8 +47,9 @@ func (w *world) finds(name, disk string, at int64, well func()) (said string) {
 	return ""
 }
 
-// damagedImages: bytes change in a copy on the disk. A verification finds it and says where and what becomes of it: a
-// copy is made whole from another one, or from the source, below a volume, too; of an upload it is said what to do.
+// damagedImages: bytes of an image copy change on the disk. A verification finds the damage, and says where and with
+// which remedy. The node repairs the copy from another copy or from the source, below a volume, too. After an upload
+// without another copy, the message tells the user to upload again.
 func damagedImages(t *testing.T, w *world) {
 	at := w.disks("spare")
 	first := at[0]
@@ -68,7 +69,7 @@ func damagedImages(t *testing.T, w *world) {
 			w.image(name, "is well again", func(i *api.BackingImage) bool { return i.Status.ReadyCopies == copies })
 		}
 	}
-	whole := func(name, words string) { // a moment after it was found the image's own state may tell of before
+	whole := func(name, words string) { // for a moment the image's own state may be older
 		t.Helper()
 		var said string
 		if !comes(func() bool {
@@ -88,7 +89,7 @@ func damagedImages(t *testing.T, w *world) {
 
 	w.must("image", "import", url, "--name", "twin", "--min-copies", "2")
 	w.readyOn("twin", at...)
-	must(t, os.Remove(w.path("damaged.qcow2"))) // from now on there is the other copy alone
+	must(t, os.Remove(w.path("damaged.qcow2"))) // from now on the other copy is the only source
 	p, err := w.create("on-twin", 64*mib, mountCap(""), "backingImage", "twin")
 	must(t, err)
 	must(t, p.up())

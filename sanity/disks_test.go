@@ -21,7 +21,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// disks gives the node more of them and returns their paths: the first is that which the world began with.
+// disks adds disks to the node and returns the paths of all: the first is the world's first disk.
 func (w *world) disks(tags ...string) []string {
 	w.t.Helper()
 	paths := []string{w.path("disk")}
@@ -34,7 +34,7 @@ func (w *world) disks(tags ...string) []string {
 	return paths
 }
 
-// image waits until an image is as wanted.
+// image waits until an image satisfies ok.
 func (w *world) image(name, what string, ok func(i *api.BackingImage) bool) *api.BackingImage {
 	w.t.Helper()
 	ctx, cancel := timeout(w.t)
@@ -104,7 +104,8 @@ func (w *world) awaitDiskAt(path, what string, ok func(api.DiskStatus) bool) (fo
 	return found
 }
 
-// hide puts another folder over a disk, as if its file system were not mounted or another one were; the end takes it away.
+// hide mounts another folder over a disk, as if the file system were not mounted or another were; end unmounts the
+// folder.
 func hide(t *testing.T, path, with string) (end func()) {
 	t.Helper()
 	must(t, unix.Mount(with, path, "", unix.MS_BIND, ""))
@@ -120,7 +121,7 @@ func hide(t *testing.T, path, with string) (end func()) {
 	return end
 }
 
-// unmount takes a mount off that somebody may just be looking into.
+// unmount unmounts a file system that another process may be reading.
 func unmount(t *testing.T, path string) {
 	t.Helper()
 	var err error
@@ -128,11 +129,11 @@ func unmount(t *testing.T, path string) {
 	must(t, err)
 }
 
-// files are the files below a folder, with what tells whether they were made anew.
+// files lists the files below a folder, with inode, size and time: a file created again differs.
 func files(t *testing.T, dir string) (all []string) {
 	t.Helper()
 	must(t, filepath.WalkDir(dir, func(path string, e os.DirEntry, err error) error {
-		if errors.Is(err, os.ErrNotExist) { // it goes just now
+		if errors.Is(err, os.ErrNotExist) { // deleted just now
 			return nil
 		}
 		if err != nil || e.IsDir() {
@@ -148,8 +149,8 @@ func files(t *testing.T, dir string) (all []string) {
 	return all
 }
 
-// imagesOnDisks: an image on several disks, from its import to its end: the minimum, a copy where a volume needs it,
-// clean-up by hand, eviction, a disk that vanishes, another one in its place, and their return.
+// imagesOnDisks: the life of an image on several disks: the minimum of copies, a copy where a volume needs the image,
+// clean-up by hand, eviction, a missing disk, a swapped disk, and the return of both disks.
 func imagesOnDisks(t *testing.T, w *world) {
 	at := w.disks("two", "three")
 	first, two, three := at[0], at[1], at[2]
@@ -164,8 +165,8 @@ func imagesOnDisks(t *testing.T, w *world) {
 		t.Errorf("%+v and %+v", a.Status, b.Status)
 	}
 
-	// Where the image may not be, no volume of it may. One that is elsewhere by right does not wait for a copy there, and
-	// gets one; it stays when the image's selectors change.
+	// A volume stays off disks on which its image may not be. A volume placed elsewhere by right waits for no copy
+	// there, and gets a copy, which stays when the image's selectors change.
 	asks := func(disks ...string) {
 		t.Helper()
 		_, err := await.Edit(t.Context(), w.objects, "single", func(i *api.BackingImage) (bool, error) {
@@ -178,7 +179,7 @@ func imagesOnDisks(t *testing.T, w *world) {
 	wantCode(t, err, codes.ResourceExhausted, "the tag two, which backing image single asks for")
 	asks()
 	var p *pod
-	comes(func() bool { // who places it may not have seen the edit yet
+	comes(func() bool { // the planner may not have seen the edit yet
 		p, err = w.create("elsewhere", 256*mib, mountCap(""), "backingImage", "single", "diskSelector", "three")
 		return status.Code(err) != codes.ResourceExhausted
 	})
@@ -193,7 +194,7 @@ func imagesOnDisks(t *testing.T, w *world) {
 			t.Errorf("image show does not say %q:\n%s", words, out)
 		}
 	}
-	// What a volume needs stays; what nobody needs goes at once, but not the last.
+	// A copy that a volume needs stays; other copies are deleted at once, but not the last copy.
 	w.must("image", "cleanup", "single")
 	w.readyOn("single", three)
 	w.must("image", "cleanup", "single", "--disk", three)
@@ -206,7 +207,8 @@ func imagesOnDisks(t *testing.T, w *world) {
 	_, err = w.create("nowhere", 256*mib, mountCap(""), "backingImage", "single", "diskSelector", "four")
 	wantCode(t, err, codes.ResourceExhausted, "four")
 
-	// A disk that is evicted: a copy that a volume needs stays, and it is said why. Any other is elsewhere first.
+	// A disk is evicted: a copy that a volume needs stays, and the image's condition says why. Any other copy first
+	// moves elsewhere.
 	w.must("disk", "evict", three)
 	w.image("single", "says that it stays", func(i *api.BackingImage) bool {
 		c := meta.FindStatusCondition(i.Status.Conditions, "Evicted")
@@ -220,7 +222,8 @@ func imagesOnDisks(t *testing.T, w *world) {
 	w.readyOn("safe", first, two)
 	w.must("disk", "evict", three, "--undo")
 
-	// One disk vanishes, another one is swapped: both are seen, nothing is written to what is there instead.
+	// One disk is missing, another disk is swapped: the node sees both, and writes nothing to the folders in their
+	// place.
 	w.must("image", "import", url, "--name", "third", "--disk-selector", "three")
 	w.readyOn("third", three)
 	was := [][]string{files(t, filepath.Join(two, "images")), files(t, filepath.Join(three, "layers"))}
@@ -257,7 +260,7 @@ func imagesOnDisks(t *testing.T, w *world) {
 		}
 	}
 
-	// Nothing is left of images that are gone.
+	// Deleted images leave no files.
 	w.must("image", "delete", "single", "safe", "third")
 	for _, path := range at {
 		for _, sub := range []string{"images", "layers", "replicas"} {
@@ -272,7 +275,7 @@ func imagesOnDisks(t *testing.T, w *world) {
 	}
 }
 
-// TestImagesOnDisks is the life of images on three disks of one node.
+// TestImagesOnDisks runs the life of images on three disks of one node.
 func TestImagesOnDisks(t *testing.T) {
 	t.Parallel()
 	if _, err := exec.LookPath("qemu-img"); err != nil {
@@ -285,7 +288,7 @@ func TestImagesOnDisks(t *testing.T) {
 	imagesOnDisks(t, w)
 }
 
-// TestDamagedImages is what becomes of images whose files change on the disk.
+// TestDamagedImages runs the story of images whose files change on the disk.
 func TestDamagedImages(t *testing.T) {
 	t.Parallel()
 	damagedImages(t, newWorld(t))

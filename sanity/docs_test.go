@@ -21,7 +21,8 @@ import (
 	"drover.io/drover/driver"
 )
 
-// The documents are held against the source: links lead somewhere, and what the program knows by name is described.
+// The tests compare the documents with the source: links lead somewhere, and the documents describe the program's
+// names.
 
 // markdown is every document, by path from the root of the repository.
 func markdown(t *testing.T) map[string]string {
@@ -54,7 +55,7 @@ var (
 	notSlug = regexp.MustCompile(`[^a-z0-9 _-]`)
 )
 
-// broken are the relative links of a document that lead nowhere.
+// broken lists the relative links of a document that lead nowhere.
 func broken(docs map[string]string, path string) (out []string) {
 	for _, m := range link.FindAllStringSubmatch(fence.ReplaceAllString(docs[path], ""), -1) {
 		to, anchor, _ := strings.Cut(m[1], "#")
@@ -124,7 +125,7 @@ func literals(t *testing.T, dir string, see func(s string, around []ast.Node)) {
 	}))
 }
 
-// mentioned wants each name to stand in a document as code.
+// mentioned fails for each name that a document does not have as code.
 func mentioned(t *testing.T, doc string, what string, least int, names map[string]bool) {
 	t.Helper()
 	text := markdown(t)[doc]
@@ -177,7 +178,7 @@ func TestDocsMetrics(t *testing.T) {
 	found := map[string]bool{}
 	metricNames(t, func(s string, _ []ast.Node) { found[s] = true })
 	mentioned(t, "docs/operations.md", "metric", 10, found)
-	// And nothing is promised that is not there.
+	// And the document promises no metric that does not exist.
 	for _, m := range regexp.MustCompile("`(drover_[a-z_]+)`").FindAllStringSubmatch(markdown(t)["docs/operations.md"], -1) {
 		if !found[m[1]] {
 			t.Errorf("docs/operations.md describes %s, which is no metric", m[1])
@@ -218,7 +219,7 @@ func TestDocsSettings(t *testing.T) {
 	mentioned(t, "docs/operations.md", "setting", 5, names)
 }
 
-// TestDocsExamples: the objects in the documents can be read, and their StorageClasses use keys that exist.
+// TestDocsExamples: a parser reads the objects in the documents, and StorageClasses use keys that exist.
 func TestDocsExamples(t *testing.T) {
 	keys, classes := storageClassKeys(t), 0
 	for path, text := range markdown(t) {
@@ -259,7 +260,7 @@ var (
 	flagLine   = regexp.MustCompile(`(?m)^ +(?:-[a-z], +)?(--[a-z-]+)`)
 )
 
-// eachCommand reads the help of every command; path is empty for the program itself.
+// eachCommand reads the help of every command; path is empty for the program.
 func eachCommand(t *testing.T, see func(path []string, help string, last bool)) {
 	t.Helper()
 	var walk func(path ...string)

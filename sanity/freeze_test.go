@@ -17,7 +17,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// lazily writes a file and does not sync it.
+// lazily writes a file without a sync.
 func (p *pod) lazily(name string) []byte {
 	p.w.t.Helper()
 	b := bytes.Repeat([]byte(p.id+name), 4096)
@@ -25,7 +25,7 @@ func (p *pod) lazily(name string) []byte {
 	return b
 }
 
-// restored is what a file of a snapshot of the volume holds.
+// restored returns the content of a file of a snapshot of the volume.
 func (p *pod) restored(name, file string) []byte {
 	p.w.t.Helper()
 	t := p.w.t
@@ -65,7 +65,7 @@ func (p *pod) writable() {
 	}
 }
 
-// noFreeze waits until no freeze is recorded.
+// noFreeze waits until no record of a freeze is left.
 func (w *world) noFreeze() {
 	w.t.Helper()
 	var left []string
@@ -79,13 +79,13 @@ func (w *world) noFreeze() {
 	}
 }
 
-// frozenSnapshots: what was written to files is in the snapshot of a volume that wants to be frozen, synced or not.
+// frozenSnapshots: the snapshot of a volume with freezes has all writes to files, synced or not.
 func frozenSnapshots(t *testing.T, w *world) {
 	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
 		a, err := w.create("frozen-"+fs, gib, mountCap(""), "fsType", fs, "freezeFilesystemForSnapshot", "true")
 		must(t, err)
 		must(t, a.up())
-		// What cannot be frozen within 10 s is cut without, and a busy disk may take as long.
+		// A file system that cannot be frozen within 10 s is cut without a freeze, and a busy disk may take as long.
 		if !within(5, func(i int) bool {
 			file := fmt.Sprintf("lazy-%d", i)
 			want := a.lazily(file)
@@ -100,10 +100,10 @@ func frozenSnapshots(t *testing.T, w *world) {
 	b, err := w.create("not-frozen", gib, mountCap("ext4"))
 	must(t, err)
 	must(t, b.up())
-	// The kernel writes files by itself, at once where much else is written; but what it wrote is not in the file before the
-	// journal says so.
+	// The kernel writes files without a sync, at once if other processes write much; but the file lacks the new data
+	// before the journal has the commit.
 	mustRun(t, "mount", "-o", "remount,commit=600", b.target)
-	if !within(10, func(i int) bool { // somebody may sync the whole machine
+	if !within(10, func(i int) bool { // another process may sync the whole machine
 		file := fmt.Sprintf("lazy-%d", i)
 		is := b.lazily(file)
 		return !bytes.Equal(b.restored(fmt.Sprintf("not-frozen-%d", i), file), is)
@@ -113,7 +113,7 @@ func frozenSnapshots(t *testing.T, w *world) {
 	s := &api.Setting{}
 	s.Name, s.Value = "freeze-filesystem-for-snapshot", "true"
 	must(t, w.objects.Create(t.Context(), s))
-	if !within(5, func(i int) bool { // who makes snapshots hears of the setting a little later
+	if !within(5, func(i int) bool { // the node hears of the setting a little later
 		file := fmt.Sprintf("lazier-%d", i)
 		want := b.lazily(file)
 		return bytes.Equal(b.restored(fmt.Sprintf("by-setting-%d", i), file), want)
@@ -121,7 +121,7 @@ func frozenSnapshots(t *testing.T, w *world) {
 		t.Error("the setting freezes nothing")
 	}
 
-	// Somebody else's freeze: the snapshot is made, and the freeze stays.
+	// Another program's freeze: the node makes the snapshot, and the freeze stays.
 	mustRun(t, "fsfreeze", "-f", b.target)
 	id, err := w.snap(b.id, "of-frozen")
 	must(t, err)
@@ -131,7 +131,7 @@ func frozenSnapshots(t *testing.T, w *world) {
 	do(t, b.down, b.remove)
 }
 
-// within reports whether one of so many tries does it.
+// within reports whether a try succeeds within so many tries.
 func within(tries int, try func(i int) bool) bool {
 	for i := range tries {
 		if try(i) {
@@ -148,7 +148,7 @@ func mustRun(t *testing.T, name string, args ...string) {
 	}
 }
 
-// frozenKilled: whenever the data process is killed, the file system is not frozen in the end.
+// frozenKilled: no moment of a kill of the data process leaves the file system frozen.
 func frozenKilled(t *testing.T, w *world) {
 	a, err := w.create("frozen-killed", gib, mountCap("ext4"), "freezeFilesystemForSnapshot", "true")
 	must(t, err)
@@ -172,7 +172,7 @@ func frozenKilled(t *testing.T, w *world) {
 	}
 	w.unsnap(ids...)
 
-	// As if the process that froze it had been killed too, in between: only the record tells.
+	// As if the process with the freeze had been killed too, in between: only the record tells.
 	var att api.Attachment
 	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: a.id}, &att))
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")

@@ -19,8 +19,8 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// order is 32 writers, in a short run 8. Each writes a number to its block of volume a, then the same number to its
-// block of volume b, and continues with the next number. So at any instant b has the number that a has, or the one
+// order is 32 writers, in a short run 8. Each writer writes a number to a block of volume a, then the same number to
+// a block of volume b, and continues with the next number. So at any instant b has the number of a, or the number
 // before.
 type order struct {
 	a, b string // devices
@@ -75,7 +75,7 @@ func (o *order) end() {
 	o.files = nil
 }
 
-// numbers reads what each writer had written.
+// numbers reads the last number of each writer.
 func (p *pod) numbers() (list [writers]uint64) {
 	f, err := os.Open(p.target)
 	must(p.w.t, err)
@@ -89,8 +89,8 @@ func (p *pod) numbers() (list [writers]uint64) {
 	return list
 }
 
-// groupOrder: a group of snapshots is of one instant, under load, with volumes that are not attached beside, and also
-// when the data process is killed while it is taken.
+// groupOrder: a group of snapshots is of one instant, under load, with detached volumes in the group, and also when a
+// kill hits the data process during the cut.
 func groupOrder(t *testing.T, w *world) {
 	var pods []*pod
 	for _, name := range []string{"order-a", "order-b", "order-idle"} {

@@ -14,13 +14,13 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// kills is how often a test kills: a few times, or as DROVER_KILLS says.
+// kills returns how often a test kills: a few times, or as DROVER_KILLS says.
 func kills(t *testing.T, few int) int {
 	t.Helper()
 	return suite.Count(t, "DROVER_KILLS", few, 10*few)
 }
 
-// completed is how many reads and writes a disk has carried.
+// completed returns how many reads and writes a disk has carried.
 func completed(t *testing.T, disk string) int64 {
 	raw, err := os.ReadFile(filepath.Join("/sys/block", disk, "stat"))
 	must(t, err)
@@ -30,8 +30,8 @@ func completed(t *testing.T, disk string) int64 {
 	return reads + writes
 }
 
-// killUnderFio kills the data process again and again under loads of fio that verify what they wrote: aligned and not,
-// one at a time and many at once, each on its own volume. fio must see no error and no difference.
+// killUnderFio kills the data process again and again under loads of fio that verify their writes: aligned and not,
+// single and many at once, each load on a separate volume. fio must see no error and no difference.
 func killUnderFio(t *testing.T, w *world) {
 	if _, err := exec.LookPath("fio"); err != nil {
 		t.Skip("no fio here")
@@ -62,7 +62,7 @@ func killUnderFio(t *testing.T, w *world) {
 	ended := make(chan outcome, len(loads))
 	stop := make([]*exec.Cmd, len(loads))
 	for i, load := range loads {
-		// Rounds of writing and reading back, until a signal: fio then ends after the I/O that is under way.
+		// Rounds of writing and reading back, until a signal: fio then ends after the I/O in progress.
 		args := append([]string{"--name=load", "--filename=" + pods[i].target, "--size=64m", "--direct=1",
 			"--ioengine=libaio", "--verify=crc32c", "--verify_backlog=512", "--verify_fatal=1", "--do_verify=1",
 			"--time_based", "--runtime=100000", "--randrepeat=0", "--output-format=json", "--aux-path=" + dir}, load...)

@@ -16,8 +16,8 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// memoryGroup makes a cgroup whose processes, page cache included, share limit bytes. The function that it returns has
-// a command started in it.
+// memoryGroup makes a cgroup whose processes, page cache included, share limit bytes. The returned function starts a
+// command in the cgroup.
 func memoryGroup(t *testing.T, limit int64) func(*exec.Cmd) error {
 	name := fmt.Sprintf("drover-test-%d", os.Getpid())
 	dir, file := filepath.Join("/sys/fs/cgroup/memory", name), "memory.limit_in_bytes" // version 1
@@ -36,7 +36,7 @@ func memoryGroup(t *testing.T, limit int64) func(*exec.Cmd) error {
 		t.Skipf("memory cannot be limited here: %v", err)
 	}
 	return func(cmd *exec.Cmd) error {
-		// A shell puts itself there and becomes the command, so that nothing runs outside.
+		// A shell joins the cgroup and becomes the command, so nothing runs outside.
 		cmd.Args = append([]string{"sh", "-c", `echo $$ > "$0" && exec "$@"`, filepath.Join(dir, "cgroup.procs")}, cmd.Args...)
 		sh, err := exec.LookPath("sh")
 		if err != nil {
@@ -47,9 +47,9 @@ func memoryGroup(t *testing.T, limit int64) func(*exec.Cmd) error {
 	}
 }
 
-// ownMemory: what serves I/O has its buffers before there is any, locked, and the same ones for all volumes. Where root
-// has the right to say so, it is the last that is killed for memory, and none that it asks for is reclaimed through
-// its own devices: in none of its threads.
+// ownMemory: the data process has buffers before any I/O, locked, and shared by all volumes. If root has the right,
+// the kernel kills the data process last for memory, and reclaims no memory for a thread of the data process through
+// Drover's own devices.
 func ownMemory(t *testing.T, w *world) {
 	locked := func() int64 {
 		t.Helper()
@@ -74,7 +74,7 @@ func ownMemory(t *testing.T, w *world) {
 		must(t, p.up())
 		pods = append(pods, p)
 	}
-	if !comes(func() bool { return locked() < one+7*2*mib }) { // what a burst takes is given back a little later
+	if !comes(func() bool { return locked() < one+7*2*mib }) { // a burst returns memory a little later
 		t.Errorf("eight volumes have %d bytes locked, one has %d: they do not share their buffers", locked(), one)
 	}
 	if err := unix.Prctl(unix.PR_GET_IO_FLUSHER, 0, 0, 0, 0); err != nil {
@@ -86,7 +86,7 @@ func ownMemory(t *testing.T, w *world) {
 		for _, name := range threads {
 			b, err := os.ReadFile(name)
 			if err != nil {
-				continue // it has ended
+				continue // the thread has ended
 			}
 			_, rest, _ := strings.Cut(string(b), ") ")
 			flags, err := strconv.ParseUint(strings.Fields(rest)[6], 10, 64)
@@ -106,8 +106,8 @@ func ownMemory(t *testing.T, w *world) {
 	}
 }
 
-// scarceMemory writes through the page cache with hardly any memory for it: each further page has to wait until others
-// were written to the volume. Nothing may stand still, and everything must be there.
+// scarceMemory writes through the page cache with hardly any memory: each further page has to wait until other pages
+// were written to the volume. Nothing may stand still, and the volume must have every byte.
 func scarceMemory(t *testing.T, w *world) {
 	fio, err := exec.LookPath("fio")
 	if err != nil {

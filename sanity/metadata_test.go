@@ -22,7 +22,7 @@ type metadata interface {
 	GetBlockMetadataType() csi.BlockMetadataType
 }
 
-// blocks reads a stream into the set of blocks of 4 KiB that it tells of, and checks what every stream must be.
+// blocks reads a stream into its set of blocks of 4 KiB, and checks the rules of every stream.
 func blocks[M metadata](t *testing.T, size int64, most int, recv func() (M, error)) map[int64]bool {
 	t.Helper()
 	set, at := map[int64]bool{}, int64(0)
@@ -48,7 +48,7 @@ func blocks[M metadata](t *testing.T, size int64, most int, recv func() (M, erro
 	}
 }
 
-// snapshotMetadata compares what the service says of random snapshots with their bytes.
+// snapshotMetadata compares the service's answers about random snapshots with the bytes of the snapshots.
 func snapshotMetadata(t *testing.T, w *world) {
 	const size = 96 * mib
 	client := csi.NewSnapshotMetadataClient(w.conn)
@@ -61,7 +61,7 @@ func snapshotMetadata(t *testing.T, w *world) {
 	must(t, err)
 	content, written := make([]byte, size), map[int64]bool{}
 	var ids []string
-	var held []map[int64]bool // blocks that hold something
+	var held []map[int64]bool // blocks that hold data
 	var models [][]byte
 	for i := range 5 {
 		for range 60 {
@@ -147,7 +147,7 @@ func snapshotMetadata(t *testing.T, w *world) {
 	do(t, a.down, a.remove)
 }
 
-// syscallFallocate punches a hole into a block device: a discard that reads as zeros.
+// syscallFallocate punches a hole into a block device: the discarded range reads as zeros.
 func syscallFallocate(f *os.File, off, n int64) error {
 	const keepSize, punchHole = 1, 2
 	return syscall.Fallocate(int(f.Fd()), keepSize|punchHole, off, n)

@@ -11,12 +11,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// io begins I/O on a volume and returns what waits for it, for as long as nobody has to wait. Where serve is killed
-// meanwhile it is started again: data may have died just before it, and nobody else starts that.
+// io begins I/O on a volume and returns a function that waits for the I/O. If a kill hits serve meanwhile, wait
+// starts serve again: the data process may have died just before, and only serve starts the data process.
 func (m *model) io(v *modelled, what string, all ...func() error) (wait func()) {
 	done := make(chan error, len(all))
 	for _, one := range all {
-		go func() { done <- one() }() // waited for below; after a timeout it ends with the data process
+		go func() { done <- one() }() // wait receives the result; after a timeout the write ends with the data process
 	}
 	return func() {
 		m.t.Helper()
@@ -37,7 +37,7 @@ func (m *model) io(v *modelled, what string, all ...func() error) (wait func()) 
 	}
 }
 
-// write begins several writes at once that do not overlap: of blocks, of odd numbers of sectors, and of all the sectors
+// write begins several writes at once without overlap: of blocks, of odd numbers of sectors, and of all the sectors
 // of one block.
 func (m *model) write(v *modelled) (wait func()) {
 	type piece struct{ at, n int64 }
@@ -54,7 +54,7 @@ func (m *model) write(v *modelled) (wait func()) {
 			n := (1 + m.rng.Int64N(64)) * 4096
 			pieces = append(pieces, piece{part*size/8 + m.rng.Int64N((size/8-n)/4096+1)*4096, n})
 		}
-	case 2: // a few blocks that touch
+	case 2: // a few blocks in a row
 		at := m.rng.Int64N(size/4096-16) * 4096
 		for range 4 {
 			n := (1 + m.rng.Int64N(3)) * 4096
@@ -86,14 +86,14 @@ func (m *model) write(v *modelled) (wait func()) {
 	return m.io(v, "write", all...)
 }
 
-// buffer is memory for direct I/O with something in it.
+// buffer is memory for direct I/O with a copy of the data.
 func (m *model) buffer(data []byte) []byte {
 	b := aligned((len(data) + 4095) &^ 4095)[:len(data)]
 	copy(b, data)
 	return b
 }
 
-// discard discards whole blocks, which are zeros then.
+// discard discards whole blocks, which then read as zeros.
 func (m *model) discard(v *modelled) { m.wipe(v, "discard", unix.BLKDISCARD, 4096) }
 
 func (m *model) zero(v *modelled) {
@@ -167,7 +167,7 @@ func (m *model) check(v *modelled) {
 
 func zeros(b []byte) bool { return len(bytes.Trim(b, "\x00")) == 0 }
 
-// checkSnap looks into a snapshot by a clone of it.
+// checkSnap reads a snapshot through a clone.
 func (m *model) checkSnap(s *kept) {
 	m.t.Helper()
 	m.say("check snapshot %s", s.name)
@@ -181,7 +181,7 @@ func (m *model) checkSnap(s *kept) {
 	m.again(v.pod.remove)
 }
 
-// killData kills the data process in the middle of another deed.
+// killData kills the data process in the middle of another step.
 func (m *model) killData() {
 	after := time.Duration(m.rng.IntN(60)) * time.Millisecond
 	m.say("kill data in %v, during:", after)
@@ -191,7 +191,7 @@ func (m *model) killData() {
 	must(m.t, <-killed)
 }
 
-// kill ends the data process, if it has not just ended, and returns when it is gone.
+// kill kills the data process, unless the process has just ended, and returns when the process is gone.
 func (m *model) kill() error {
 	pid := m.w.child("data")
 	if pid == 0 {
@@ -209,7 +209,7 @@ func (m *model) kill() error {
 	return nil
 }
 
-// killServe kills serve in the middle of another deed, and starts it again.
+// killServe kills serve in the middle of another step, and starts serve again.
 func (m *model) killServe() {
 	after := time.Duration(m.rng.IntN(200)) * time.Millisecond
 	m.say("kill serve in %v, during:", after)
@@ -225,7 +225,7 @@ func (m *model) killServe() {
 	m.revive(true)
 }
 
-// revive starts serve if it is being killed.
+// revive starts serve after a kill of serve.
 func (m *model) revive(idle bool) bool {
 	if m.dying == nil {
 		return false
@@ -237,15 +237,16 @@ func (m *model) revive(idle bool) bool {
 	return true
 }
 
-// restartServe ends serve as a service manager does, and starts it again.
+// restartServe ends serve as a service manager does, and starts serve again.
 func (m *model) restartServe() {
 	m.say("restart serve")
 	m.w.signal(syscall.SIGTERM)
 	m.absent(true)
 }
 
-// absent starts serve that has ended. Attached volumes work on meanwhile; if data dies as well, or did so just before,
-// as soon as it is back. Where a call is under way (not idle), it may be of what is in a volume now: nothing is written.
+// absent starts serve after its end. Attached volumes work on meanwhile; if the data process dies as well, or died
+// just before, as soon as serve is back. During a call (not idle), absent writes nothing: the call may concern the
+// present content of a volume.
 func (m *model) absent(idle bool) {
 	m.say("  serve is gone, between calls: %t", idle)
 	write := func() (waits []func()) {

@@ -19,36 +19,36 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// The model test of the whole program: random deeds of users on a few small volumes, with kills of its processes in
-// the middle of them, against models that know every byte of every volume and snapshot.
+// The model test of the whole program: random steps of users on a few small volumes, with kills of the processes in
+// between, against models that know every byte of every volume and snapshot.
 
 const (
-	modelSteps   = 80 // of a program
-	modelVolumes = 4  // at most, of which one is left for looking into snapshots
+	modelSteps   = 80 // in a program
+	modelVolumes = 4  // at most; checks of snapshots use the last
 	modelSnaps   = 5
 	modelSmall   = 16 * mib
 	modelLarge   = 32 * mib
-	modelShrink  = 2 * time.Minute // for making a failing program shorter
+	modelShrink  = 2 * time.Minute // to make a failing program shorter
 )
 
-// modelled is a volume and what has to be in it.
+// modelled is a volume and the bytes that a reader must see.
 type modelled struct {
 	*pod
 	image []byte
-	dev   *os.File // while it is attached
-	or    []byte   // not nil: what else each sector may be; image is then what it turns out to be
+	dev   *os.File // nil: detached
+	or    []byte   // not nil: another allowed content of each sector; check settles image
 }
 
-// kept is a snapshot and what has to be in it.
+// kept is a snapshot and the bytes that a reader must see.
 type kept struct {
 	id, name string
 	volume   string
 	image    []byte
-	either   []byte // not nil: each of its sectors is that of image or this one, until it is looked into
+	either   []byte // not nil: each sector equals image or either, until a check
 }
 
-// model is one program: all that is random in a step follows from its seed and from what is there, but for the moments
-// at which kills come. So a program makes sense with any of its steps left out.
+// model is one program: all random choices of a step follow from the step's seed and from the present objects, except
+// the moments of kills. So a program makes sense with any of the steps left out.
 type model struct {
 	w       *world
 	t       *testing.T
@@ -58,21 +58,22 @@ type model struct {
 	named   int
 	volumes []*modelled
 	snaps   []*kept
-	begun   int // of the program's steps
+	begun   int // steps of the program
 	steps   []string
 	until   time.Time
-	dying   chan struct{} // not nil: serve is being killed, and has been when this is closed
+	dying   chan struct{} // not nil: a kill of serve runs; closed after the kill
 }
 
-// modelPrograms is how many there were in this process: each has names of its own.
+// modelPrograms counts the programs of this process: each program has names of its own.
 var modelPrograms atomic.Int64
 
 func newModel(w *world, until time.Time) *model {
 	return &model{w: w, until: until, prefix: fmt.Sprintf("model-%d-%d", os.Getpid(), modelPrograms.Add(1))}
 }
 
-// TestModelOfProgram runs one program, or programs of new seeds for as long as DROVER_MODEL says; DROVER_SEED runs one alone.
-// One that fails is made as short as it goes: DROVER_MODEL_STEPS, the seeds of its steps, runs such a program alone.
+// TestModelOfProgram runs one program, or programs of new seeds for the time in DROVER_MODEL; DROVER_SEED runs one
+// program alone. The test shortens a failing program: DROVER_MODEL_STEPS, the seeds of its steps, runs such a program
+// alone.
 func TestModelOfProgram(t *testing.T) {
 	t.Parallel()
 	if text := os.Getenv("DROVER_MODEL_STEPS"); text != "" {
@@ -110,7 +111,7 @@ func TestModelOfProgram(t *testing.T) {
 	t.Logf("%d programs, %d steps", programs, steps)
 }
 
-// modelProgram makes the program of a seed: the seeds of its steps.
+// modelProgram returns the program of a seed: the seeds of the steps.
 func modelProgram(seed uint64) []uint64 {
 	rng := rand.New(rand.NewPCG(seed, 0))
 	list := make([]uint64, modelSteps)
@@ -120,7 +121,7 @@ func modelProgram(seed uint64) []uint64 {
 	return list
 }
 
-// shrinkModel prints the shortest program found that still fails, each tried on a machine of its own.
+// shrinkModel prints the shortest failing program found, and tries each program on a new world.
 func shrinkModel(t *testing.T, list []uint64) {
 	until := time.Now().Add(modelShrink)
 	var steps []string
@@ -145,7 +146,7 @@ func shrinkModel(t *testing.T, list []uint64) {
 	t.Logf("the shortest program found that fails: DROVER_MODEL_STEPS=%s, steps:\n%s", text, strings.Join(steps, "\n"))
 }
 
-// shrink leaves out what a failing program does not need: halves first, then less and less.
+// shrink leaves out steps that a failing program does not need: halves first, then less and less.
 func shrink[T any](list []T, fails func([]T) bool, until time.Time) []T {
 	for size := (len(list) + 1) / 2; size > 0; size /= 2 {
 		for at := 0; at < len(list); {
@@ -163,7 +164,7 @@ func shrink[T any](list []T, fails func([]T) bool, until time.Time) []T {
 	return list
 }
 
-// TestShrink: what is left of a failing program is what its failure needs.
+// TestShrink: shrink leaves only the steps that the failure needs.
 func TestShrink(t *testing.T) {
 	never := time.Now().Add(time.Hour)
 	list := modelProgram(7)
@@ -176,7 +177,7 @@ func TestShrink(t *testing.T) {
 		fails := func(l []uint64) bool {
 			tries++
 			at := 0
-			for _, step := range l { // in this order, whatever is in between
+			for _, step := range l { // in this order, with any steps in between
 				if at < len(want) && step == want[at] {
 					at++
 				}
@@ -196,7 +197,7 @@ func TestShrink(t *testing.T) {
 	}
 }
 
-// run carries out a program, looks at everything, and removes everything.
+// run carries out a program, checks everything, and removes everything.
 func (m *model) run(t *testing.T, list []uint64) {
 	m.t, m.w.t = t, t
 	defer func() {
@@ -231,7 +232,8 @@ func (m *model) run(t *testing.T, list []uint64) {
 	for len(m.volumes) > 0 {
 		m.remove(m.volumes[0])
 	}
-	// The space comes back in the background; a layer whose deletion a kill cut short waits for the hourly tidying.
+	// The space returns in the background; a layer whose deletion a kill cut short waits for the hourly garbage
+	// collection.
 	var left []string
 	volumes := func(name string) bool { return strings.HasPrefix(name, "replicas/") }
 	if !comes(func() bool { left = m.w.onDisk(); return !slices.ContainsFunc(left, volumes) }) {
@@ -239,7 +241,7 @@ func (m *model) run(t *testing.T, list []uint64) {
 	}
 }
 
-// sow has all that is random follow from a seed.
+// sow makes all random choices follow from a seed.
 func (m *model) sow(seed uint64) {
 	key := [32]byte{}
 	copy(key[:], fmt.Sprint(seed))
@@ -251,7 +253,7 @@ type modelDeed struct {
 	do    func(*model)
 }
 
-// modelDeeds are the deeds that a kill can come into.
+// modelDeeds lists the steps, kills included.
 func modelDeeds() []modelDeed {
 	return append(modelCalm(),
 		modelDeed{5, (*model).killData},
@@ -293,13 +295,13 @@ func (m *model) step(deeds []modelDeed) {
 	}
 }
 
-// say tells of a step that is about to be done.
+// say records a step before its start.
 func (m *model) say(format string, args ...any) {
 	m.steps = append(m.steps, fmt.Sprintf("%3d %s ", len(m.steps), time.Now().Format("15:04:05.000"))+
 		fmt.Sprintf(format, args...))
 }
 
-// again does what a caller does: what cannot be done right now is asked for again. All calls are idempotent.
+// again repeats a call as a caller does, until the call succeeds. All calls are idempotent.
 func (m *model) again(call func() error) {
 	m.t.Helper()
 	var err error
@@ -338,7 +340,7 @@ func (m *model) name() string {
 	return fmt.Sprintf("%s-%d", m.prefix, m.named)
 }
 
-// some does a deed with one of the volumes, attached if need be.
+// some does a step with one of the volumes, attached if need be.
 func (m *model) some(attached bool, do func(*modelled)) {
 	if len(m.volumes) == 0 {
 		m.create()
@@ -376,7 +378,7 @@ func (m *model) create() {
 	m.volumes = append(m.volumes, v)
 }
 
-// larger is a size above another one.
+// larger is a random size above size.
 func (m *model) larger(size int64) int64 {
 	return size + int64(1+m.rng.IntN(int((modelLarge-size)/(4*mib))))*4*mib
 }
@@ -430,7 +432,7 @@ func (m *model) grow(v *modelled) {
 	v.image = resized(v.image, size)
 }
 
-// resized is a copy of an image, larger by zeros.
+// resized is a copy of an image, extended with zeros.
 func resized(image []byte, size int64) []byte {
 	out := make([]byte, size)
 	copy(out, image)
@@ -447,8 +449,8 @@ func (m *model) snapshot(v *modelled) {
 	m.snaps = append(m.snaps, s)
 }
 
-// snapshotBusy takes a snapshot under writes. Of each sector it holds what was there before or what comes,
-// and holds that for ever.
+// snapshotBusy takes a snapshot under writes. Each sector of the snapshot has the bytes from before the write or the
+// new bytes, for ever.
 func (m *model) snapshotBusy(v *modelled) {
 	if len(m.snaps) >= modelSnaps {
 		return
@@ -467,7 +469,7 @@ func (m *model) unsnap(s *kept) {
 	tried := false
 	m.again(func() error {
 		out, code := m.w.command("snapshot", "delete", s.name)
-		if code == 0 || tried && code == 3 { // not found: it was done, and serve killed before it said so
+		if code == 0 || tried && code == 3 { // not found: deleted, and serve killed before the answer
 			return nil
 		}
 		tried = true
@@ -481,7 +483,7 @@ func (m *model) restore()          { m.someSnap(func(s *kept) { m.from(s.id, s.i
 func (m *model) scrub(v *modelled) { m.say("scrub %s", v.id); m.command("volume", "scrub", v.id) }
 func (m *model) flush(v *modelled) { m.say("flush %s", v.id); m.io(v, "flush", v.dev.Sync)() }
 
-// from makes a volume of a volume or a snapshot, as large or larger, linked or copied.
+// from creates a volume from a volume or a snapshot, as large or larger, linked or copied.
 func (m *model) from(source string, image []byte) {
 	if len(m.volumes) >= modelVolumes-1 {
 		return

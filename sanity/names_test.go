@@ -18,14 +18,14 @@ import (
 	"drover.io/drover/api"
 )
 
-// Scripts, dashboards, alerts and manifests of users name things. testdata/names has all names that they may use: one
-// that is renamed or removed there breaks something of theirs, and needs a word in CHANGELOG.md.
+// Scripts, dashboards, alerts and manifests of users name things. testdata/names has all names that users may use: a
+// change or removal of a name breaks something of the users, and needs a word in CHANGELOG.md.
 //
 //	DROVER_WRITE_NAMES=1 go test -run TestNames ./sanity
 //
 // writes the files again.
 
-// sameNames compares names with those that there were.
+// sameNames compares names with the recorded names.
 func sameNames(t *testing.T, file string, least int, names map[string]bool) {
 	t.Helper()
 	var now []string
@@ -98,7 +98,7 @@ func TestNamesOfMetrics(t *testing.T) {
 	sameNames(t, "metrics.txt", 20, names)
 }
 
-// labelsOf are the labels that a metric is made with: a list on the spot, or a variable of the file.
+// labelsOf returns the labels of a metric: a list on the spot, or a variable of the file.
 func labelsOf(t *testing.T, call *ast.CallExpr, file ast.Node) (labels []string) {
 	t.Helper()
 	for _, arg := range call.Args {
@@ -135,8 +135,8 @@ func labelsOf(t *testing.T, call *ast.CallExpr, file ast.Node) (labels []string)
 var foreign = []string{"Accept", "Authorization", "BZh", "Connection", "ETag", "Host", "Parallels", "Range", "Referer",
 	"Trailer", "Upgrade", "WithouFreSpacExt", "WithoutFreeSpace"}
 
-// TestNamesOfReasons: types and reasons of conditions, reasons and actions of events, states and kinds. All of them are
-// capitalised words; what else is one in the source of these packages is foreign.
+// TestNamesOfReasons: types and reasons of conditions, reasons and actions of events, states and kinds. All of them
+// are capitalised words; other capitalised words in the source of these packages are foreign.
 func TestNamesOfReasons(t *testing.T) {
 	names, word := map[string]bool{}, regexp.MustCompile(`^[A-Z][A-Za-z]+[a-z]$`)
 	for _, room := range []string{"api", "controller", "imagestore", "node", "replicas"} {
@@ -149,7 +149,7 @@ func TestNamesOfReasons(t *testing.T) {
 	sameNames(t, "reasons.txt", 50, names)
 }
 
-// TestNamesOfSettings: settings with what they are by default.
+// TestNamesOfSettings: settings with default values.
 func TestNamesOfSettings(t *testing.T) {
 	names := map[string]bool{}
 	for name, value := range api.Settings {
@@ -174,7 +174,7 @@ func TestNamesOfLabels(t *testing.T) {
 	sameNames(t, "labels.txt", 10, names)
 }
 
-// schemaOf is as much of a definition as has names.
+// schemaOf is the named parts of a definition.
 type schemaOf struct {
 	Type                 string
 	Format               string

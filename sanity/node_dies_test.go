@@ -2,8 +2,8 @@ package sanity_test
 
 import "testing"
 
-// nodeDies: everything of the node dies at once, and the mounts stay behind with devices that are no more: what a CO does after
-// that, the same calls again, brings the data back.
+// nodeDies: all processes of the node die at once, and leave mounts of lost devices behind. The calls of a CO after
+// such a crash, the same calls again, bring the data back.
 func nodeDies(t *testing.T, w *world) {
 	fs, err := w.create("all-die", 400*mib, mountCap("ext4"))
 	must(t, err)

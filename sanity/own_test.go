@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// notOnItself: neither state nor data are kept on a volume, by itself or through a loop device on a file there. Each
-// would wait for the other.
+// notOnItself: Drover refuses to keep state or data on a volume, directly or through a loop device on a file of a
+// volume. Each side would wait for the other.
 func notOnItself(t *testing.T, w *world) {
 	p, err := w.create("under", 512*mib, mountCap("ext4"))
 	must(t, err)
@@ -27,7 +27,8 @@ func notOnItself(t *testing.T, w *world) {
 	}
 	t.Cleanup(func() { _ = syscall.Unmount(through, syscall.MNT_DETACH) })
 
-	// Its name in /dev/drover may be another one's: of an instance beside this one, or of one that was killed.
+	// The volume's name in /dev/drover may belong to another instance beside this instance, or to an instance that
+	// was killed.
 	ctx, cancel := timeout(t)
 	defer cancel()
 	out, err := exec.CommandContext(ctx, drover(t), "serve", "--state-dir", state).CombinedOutput()

@@ -34,7 +34,7 @@ func blockCap() *csi.VolumeCapability {
 	}
 }
 
-// pod is a volume used by a workload: what a CO does for it, and where it put it.
+// pod is a volume used by a workload, with the paths that a CO chooses.
 type pod struct {
 	w       *world
 	id      string
@@ -81,8 +81,8 @@ func (p *pod) up() error {
 	return err
 }
 
-// down does as a CO does: what is in use is asked for again. Who used it may be on its way out, such as a loop device on a
-// file of the volume, which the kernel lets go a moment after it was unmounted.
+// down does as a CO does, and asks again while the volume is in use. The user may just be ending, such as a loop
+// device on a file of the volume, which the kernel releases a moment after the unmount.
 func (p *pod) down() (err error) {
 	p.w.t.Helper()
 	comes(func() bool { err = p.leave(); return status.Code(err) != codes.FailedPrecondition })

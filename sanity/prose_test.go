@@ -18,13 +18,13 @@ import (
 	"testing"
 )
 
-// The prose of the house: a sentence names its actor and its object (docs/glossary.md). What a machine can see of that
-// is measured per package and document, and compared with two bounds: the goal, which every new room meets, and for
-// older text the figures in testdata/prose.txt, which only ever become smaller.
+// The prose of the house: a sentence names its actor and its object (docs/glossary.md). The test measures the visible
+// part of this rule per package and document, and compares the figures with two bounds: the goal, which every new
+// room meets, and for older text the figures in testdata/prose.txt, which only ever become smaller.
 
 var lowerProse = flag.Bool("lower-prose", false, "write smaller figures into testdata/prose.txt, never larger ones")
 
-// prose is what is measured of a package's comments and errors, or of a document.
+// prose has the figures of a package's comments and errors, or of a document.
 type prose struct {
 	words    int
 	pronouns int // words that stand for a noun
@@ -33,7 +33,7 @@ type prose struct {
 	errors   int // errors that name no object
 }
 
-// proseGoal bounds what plain text has: pronouns per 1,000 words as in the best projects of this kind, the rest none.
+// proseGoal bounds plain text: pronouns per 1,000 words as in the best projects of this kind, the rest zero.
 var proseGoal = proseFigures{pronouns: 60}
 
 type proseFigures struct{ pronouns, openings, banned, errors int }
@@ -47,7 +47,7 @@ var (
 	proseOpening = regexp.MustCompile(`(?:^|[.!?:]\s+|\n\s*[-|]?\s*)(?:What|Who|Where|Whoever|Of)\s`)
 	proseBanned  = regexp.MustCompile(`(?i)\b(?:anew|told of|made (?:equal|whole|true|alike)|on (?:its|their) way|under way|` +
 		`go(?:es)? on|at last|of no use)\b`)
-	// proseMessage has phrases that messages avoid, and that documents may use with another meaning: a message names its
+	// proseMessage has phrases that messages avoid and documents may use with another meaning: a message names its
 	// actor and its object.
 	proseMessage = regexp.MustCompile(`(?i)\b(?:it goes|goes (?:when|with)|(?:is|are) there|there (?:is|are) (?:no|nothing)|` +
 		`what (?:was|were|is|are|it|they|can|has|had)|whoever|nobody|somebody|the ones? (?:that|who))\b`)
@@ -77,7 +77,7 @@ func (p *prose) add(text string) {
 }
 
 // addFile measures the comments of a Go file, its messages and the openings of its errors, of a test the comments
-// alone. The text of the file is src, or with nil what path holds.
+// alone. The text of the file is src, or with nil the content of path.
 func (p *prose) addFile(t *testing.T, path string, src any) {
 	f, err := parser.ParseFile(token.NewFileSet(), path, src, parser.ParseComments|parser.SkipObjectResolution)
 	must(t, err)
@@ -111,8 +111,8 @@ func (p *prose) addComments(f *ast.File) {
 	}
 }
 
-// addMessages counts the banned phrases and openings in the string literals of a file that have several words. Literals
-// that + joins are one text. Tags of fields are no messages.
+// addMessages counts the banned phrases and openings in the string literals of a file with several words. Literals
+// joined by + are one text. Tags of fields are no messages.
 func (p *prose) addMessages(f *ast.File) {
 	joined := map[ast.Expr]bool{}
 	ast.Inspect(f, func(n ast.Node) bool {
@@ -130,7 +130,7 @@ func (p *prose) addMessages(f *ast.File) {
 }
 
 // messageText is the text of a literal, or of a sum of literals with a mark for each other operand. The text of an
-// operand in joined is empty: a sum has it already.
+// operand in joined is empty: the sum has the text already.
 func messageText(e ast.Expr, joined map[ast.Expr]bool) string {
 	if joined[e] {
 		return ""
@@ -161,7 +161,8 @@ func calledName(call *ast.CallExpr) string {
 	return ""
 }
 
-// measureProse measures every package by its folder, its tests by the folder and "_test", and every document by its path.
+// measureProse measures every package by its folder, its tests by the folder and "_test", and every document by its
+// path.
 func measureProse(t *testing.T) map[string]*prose {
 	all := map[string]*prose{}
 	must(t, filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
@@ -185,7 +186,7 @@ func measureProse(t *testing.T) map[string]*prose {
 		return nil
 	}))
 	for path, text := range markdown(t) {
-		if path == "docs/glossary.md" { // it lists the words that others avoid
+		if path == "docs/glossary.md" { // the glossary lists the words that others avoid
 			continue
 		}
 		all[path] = &prose{}
@@ -196,7 +197,7 @@ func measureProse(t *testing.T) map[string]*prose {
 
 const proseFile = "testdata/prose.txt"
 
-// readProse reads the figures that older text may still have.
+// readProse reads the figures allowed for older text.
 func readProse(t *testing.T) map[string]proseFigures {
 	f, err := os.Open(proseFile)
 	must(t, err)

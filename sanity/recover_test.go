@@ -23,7 +23,7 @@ import (
 // finding is a line of `drover recover -o json`.
 type finding struct{ Kind, Name, UID, Disk, State, Action, Note string }
 
-// recover runs `drover recover` and returns what it found and its exit code.
+// recover runs `drover recover` and returns its findings and its exit code.
 func (w *world) recover(args ...string) (all []finding, code int) {
 	w.t.Helper()
 	var stderr bytes.Buffer
@@ -63,7 +63,7 @@ func (w *world) cli(args ...string) {
 	}
 }
 
-// names are the folders below one of the disk: nothing may be missing from them.
+// onDisk lists the folders of the disk's layers, replicas and images: no folder may get lost.
 func (w *world) onDisk() (names []string) {
 	w.t.Helper()
 	for _, dir := range []string{"layers", "replicas", "images"} {
@@ -77,7 +77,7 @@ func (w *world) onDisk() (names []string) {
 	return names
 }
 
-// loseState makes the embedded API server's state what another folder holds, or empty.
+// loseState replaces the embedded API server's state by another folder's content, or by nothing.
 func (w *world) loseState(other string) {
 	w.t.Helper()
 	w.signal(syscall.SIGKILL)
@@ -95,8 +95,8 @@ func (w *world) volume(name string) *api.Volume {
 	return &v
 }
 
-// TestRecoverLostState: the API's state is gone; images and volumes come back from the disk, a mounted one without
-// having stopped.
+// TestRecoverLostState: the API's state is lost. `drover recover` restores images and volumes from the disk; a
+// mounted volume works all the while.
 func TestRecoverLostState(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -163,7 +163,7 @@ func TestRecoverLostState(t *testing.T) {
 		}
 	}
 	busy.check("c", sums[2])
-	do(t, busy.up) // joins what is there
+	do(t, busy.up) // joins the attachment that exists
 	do(t, blank.up, from.up, never.up)
 	blank.check("a", sums[0])
 	from.check("b", sums[1])
@@ -188,8 +188,8 @@ func equalJSON(t *testing.T, a, b any) bool {
 	return bytes.Equal(x, y)
 }
 
-// TestRecoverOldState: the API went back in time. Nothing of what came since is destroyed, an attach refuses until the
-// epoch is raised, and what is in conflict is told and left alone.
+// TestRecoverOldState: the API went back in time. No newer data is destroyed, an attach refuses until the epoch is
+// raised, and `drover recover` reports conflicts and leaves both sides alone.
 func TestRecoverOldState(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -215,10 +215,10 @@ func TestRecoverOldState(t *testing.T) {
 	was := w.onDisk()
 
 	w.loseState(backup)
-	// Somebody makes a volume of the same name meanwhile.
+	// A user creates a volume of the same name meanwhile.
 	must(t, w.objects.Create(t.Context(), &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: taken.id},
 		Spec: api.VolumeSpec{Size: 256 * mib}}))
-	if !comes(func() bool { // it is tried for as long as the caller waits, and on a busy machine the reason may come later
+	if !comes(func() bool { // on a busy machine the reason may come later
 		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 		defer cancel()
 		_, err = w.controller.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: early.id,
@@ -251,11 +251,11 @@ func TestRecoverOldState(t *testing.T) {
 	do(t, early.remove, late.remove, taken.remove)
 }
 
-// TestRestoreState: back to a snapshot, then forward again to what the disk says.
+// TestRestoreState: the API's state goes back to a snapshot, then `drover recover` adds the disk's newer objects.
 func TestRestoreState(t *testing.T) {
 	w := newWorld(t)
 	var snaps []string
-	if !comes(func() bool { // of before there was a volume
+	if !comes(func() bool { // from before the first volume
 		snaps, _ = filepath.Glob(w.path("state", "etcd-snapshots", "state-*.db"))
 		return len(snaps) > 0
 	}) {

@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// restarts: mounts and their I/O go on while serve is away, and the next serve takes them over.
+// restarts: mounts and I/O continue while serve is away, and the next serve takes data and hold over.
 func restarts(t *testing.T, w *world) {
 	p, err := w.create("restart", 512*mib, mountCap("xfs"))
 	must(t, err)
@@ -40,7 +40,8 @@ func restarts(t *testing.T, w *world) {
 	w.start(drover(t))
 }
 
-// killServe: after kill -9 of serve, data and the holder, objects and data are there, and half-done work goes on.
+// killServe: after kill -9 of serve, data and hold, the next serve has all objects and data, and completes work in
+// progress.
 func killServe(t *testing.T, w *world) {
 	p, err := w.create("killed", 512*mib, mountCap("ext4"))
 	must(t, err)
@@ -70,7 +71,8 @@ func killData(t *testing.T, w *world) {
 	var slowest time.Duration
 	for range n {
 		pid, began := w.kill("data"), time.Now()
-		// Only work that began after the kill is a sign of life: two are read, since one may have waited here.
+		// Only work begun after the kill is a sign of life: the test reads two signs, since an older sign may have
+		// waited here.
 		for range 2 {
 			select {
 			case <-progress:
@@ -81,7 +83,7 @@ func killData(t *testing.T, w *world) {
 			}
 		}
 		slowest = max(slowest, time.Since(began))
-		for w.child("data") == pid || w.child("data") == 0 { // the pid file of the next one comes with its first I/O
+		for w.child("data") == pid || w.child("data") == 0 { // the next process writes the pid file with its first I/O
 			select {
 			case <-progress:
 			case <-time.After(settle):
@@ -96,7 +98,7 @@ func killData(t *testing.T, w *world) {
 	do(t, p.down, p.remove)
 }
 
-// loadPace is the time from one write of a load to the next: several tests run at a time and share the processors.
+// loadPace is the time from one write of a load to the next: several tests run at once and share the processors.
 func loadPace() time.Duration {
 	if suite.All() {
 		return 20 * time.Microsecond
@@ -104,7 +106,7 @@ func loadPace() time.Duration {
 	return 10 * time.Millisecond
 }
 
-// load writes random blocks, reads some back at once and all at the end. Any error or difference ends it.
+// load writes random blocks, reads some back at once and all in the end. Any error or difference ends the load.
 func load(f *os.File, size int64, stop, progress chan struct{}) error {
 	const block, many = 16 << 10, 64
 	versions := make([]uint64, size/block)
@@ -167,7 +169,7 @@ func load(f *os.File, size int64, stop, progress chan struct{}) error {
 	}
 }
 
-// aligned is memory that direct I/O takes.
+// aligned returns memory for direct I/O.
 func aligned(n int) []byte {
 	b, err := syscall.Mmap(-1, 0, n, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
 	if err != nil {

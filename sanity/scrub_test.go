@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// damagedLayer: a byte changes on the disk. A read finds it, as a scrub does, and it is told which volume, where and how
-// much; what is damaged is not read, the rest is; whole again, it is read again.
+// damagedLayer: a byte changes on the disk. A read finds the damage, as a scrub does, and Drover reports volume,
+// place and length. A read of the damaged part fails, other reads succeed; after the repair all reads succeed.
 func damagedLayer(t *testing.T, w *world) {
 	a, err := w.create("damaged", 64*mib, blockCap())
 	must(t, err)
@@ -36,7 +36,7 @@ func damagedLayer(t *testing.T, w *world) {
 	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "of-damaged"}, &s))
 	dir := w.path("disk", "layers", string(s.Status.Layer))
 	if !comes(func() bool { _, err := os.Stat(filepath.Join(dir, "layer.json")); return err == nil }) {
-		w.fatal("the layer is not finished") // it has no digests
+		w.fatal("the layer is not finished") // a layer without digests
 	}
 	if out := w.must("volume", "scrub", "damaged"); !strings.Contains(out, "match their digests") {
 		t.Errorf("scrub: %s", out)
@@ -69,7 +69,7 @@ func damagedLayer(t *testing.T, w *world) {
 		})
 		must(t, err)
 	}
-	flip() // no scrub has found it
+	flip() // before any scrub
 	if _, err := f.ReadAt(got, 5*mib); !errors.Is(err, syscall.EIO) {
 		t.Errorf("what is damaged was read: %v", err)
 	}

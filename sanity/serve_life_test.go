@@ -68,7 +68,7 @@ func timeout(t *testing.T) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(t.Context(), settle)
 }
 
-// loopsOf are the loop devices that stand on a volume's file.
+// loopsOf lists the loop devices on a volume's file.
 func loopsOf(volume api.UID) (out []string) {
 	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	for _, f := range files {
@@ -103,7 +103,7 @@ func (w *world) awaitVolume(name string, ok func(*api.Volume) bool) *api.Volume 
 	return v
 }
 
-// attached waits until a volume is attached in an epoch later than this one.
+// attached waits until a volume is attached in an epoch later than after.
 func (w *world) attached(name string, after int64) *api.Attachment {
 	w.t.Helper()
 	ctx, cancel := timeout(w.t)
@@ -119,7 +119,7 @@ func (w *world) attached(name string, after int64) *api.Attachment {
 	return att
 }
 
-// gone waits until an object is no more.
+// gone waits until an object no longer exists.
 func gone[T client.Object](w *world, obj T) {
 	w.t.Helper()
 	ctx, cancel := timeout(w.t)
@@ -134,7 +134,8 @@ func gone[T client.Object](w *world, obj T) {
 }
 
 // TestKillEverything kills all processes with volumes attached and mounted, and with an import, an expansion and a
-// deletion on their way. After a start everything is there and goes on, and what cannot be saved is said.
+// deletion in progress. After a start the work continues, the flushed data exists, and the lost mount can be
+// unmounted.
 func TestKillEverything(t *testing.T) {
 	w := newWorld(t)
 	content := bytes.Repeat([]byte("golden image "), 3<<20) // 39 MiB
@@ -186,7 +187,7 @@ func TestKillEverything(t *testing.T) {
 	case <-time.After(settle):
 		w.fatal("the import does not begin")
 	}
-	// Wishes that the data process does not see before its end.
+	// The data process does not see these wishes before the kill.
 	w.send("data", syscall.SIGSTOP)
 	var v api.Volume
 	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "doomed"}, &v))
@@ -203,7 +204,7 @@ func TestKillEverything(t *testing.T) {
 		t.Errorf("the image's checksum is %s, want %s", img.Status.Checksum, want)
 	}
 
-	// The device that nobody uses is gone; the mounted one is told of, and can be taken off.
+	// The unused device is gone; the user can unmount the mounted device.
 	for _, name := range []string{"raw", "mounted"} {
 		w.attached(name, 2)
 	}
@@ -246,7 +247,7 @@ func TestServeNotifiesSystemd(t *testing.T) {
 	says("STOPPING=1")
 }
 
-// TestOneServe: a state folder and a disk are one instance's.
+// TestOneServe: a state folder and a disk belong to one instance.
 func TestOneServe(t *testing.T) {
 	w := newWorld(t)
 	out, err := exec.Command(drover(t), "serve", "--state-dir", w.path("state")).CombinedOutput()
@@ -273,8 +274,8 @@ func TestOneServe(t *testing.T) {
 	}
 }
 
-// TestFullDisk: a volume whose disk is full waits, says so everywhere, and goes on when there is room; one on another
-// disk does not notice. Not even a restart of everything that can restart changes that.
+// TestFullDisk: a volume whose disk is full waits, says so everywhere, and continues once the disk has room; a volume
+// on another disk is not affected. A restart of serve and data changes nothing.
 func TestFullDisk(t *testing.T) {
 	w := newWorld(t)
 	small := smallDisk(t, w.path("small"), 256<<20)
@@ -319,7 +320,7 @@ func TestFullDisk(t *testing.T) {
 	case <-time.After(settle):
 		w.fatal("the write does not go on")
 	}
-	gone(w, &api.Attachment{ObjectMeta: metav1.ObjectMeta{Name: "full"}}) // the detach that was wished
+	gone(w, &api.Attachment{ObjectMeta: metav1.ObjectMeta{Name: "full"}}) // the requested detach
 	for _, name := range []string{"full", "other"} {
 		w.must("volume", "detach", name)
 		w.must("volume", "delete", name)
@@ -331,7 +332,7 @@ func TestFullDisk(t *testing.T) {
 	must(t, err)
 }
 
-// smallDisk makes a file system of its own, as large as wanted.
+// smallDisk makes a separate file system of the given size.
 func smallDisk(t *testing.T, dir string, size int64) string {
 	t.Helper()
 	file := dir + ".img"
@@ -351,7 +352,7 @@ func smallDisk(t *testing.T, dir string, size int64) string {
 	return dir
 }
 
-// fill writes n bytes of no zeros to a file or a device.
+// fill writes n non-zero bytes to a file or a device.
 func fill(path string, n int64) error {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE, 0o600)
 	if err != nil {

@@ -54,7 +54,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// drover is the program of DROVER_BINARY, or one that drover builds, once.
+// drover is the program of DROVER_BINARY, or drover builds the program, once.
 func drover(t *testing.T) string {
 	t.Helper()
 	suite.System(t)
@@ -94,7 +94,7 @@ type world struct {
 	name       string // of the node
 }
 
-const settle = 2 * time.Minute // longer than anything here takes on a busy machine: seconds, ten times that at a load of 30
+const settle = 2 * time.Minute // above any duration here on a busy machine: seconds, ten times more at a load of 30
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
@@ -115,17 +115,17 @@ func (w *world) path(elem ...string) string {
 	return filepath.Join(append([]string{w.dir}, elem...)...)
 }
 
-// start runs serve and returns when it is ready and its node has its disk.
+// start runs serve and returns when serve is ready and the node has its disk.
 func (w *world) start(bin string) {
 	w.t.Helper()
 	w.serve(bin)
-	// However full the machine that runs the tests is: the volumes are thin.
+	// Thin volumes fit on the machine, however full.
 	w.set("storage-minimal-available-percentage", "0")
 	w.set("storage-over-provisioning-percentage", "100000")
 	w.awaitDisk()
 }
 
-// serve runs serve and returns when it is ready.
+// serve runs serve and returns when serve is ready.
 func (w *world) serve(bin string) {
 	w.t.Helper()
 	w.cmd = exec.Command(bin, "serve", "--state-dir", w.path("state"), "--disk", w.path("disk"), "--node-name", w.name)
@@ -181,7 +181,7 @@ func (w *world) set(name, value string) {
 	must(w.t, err)
 }
 
-// comes waits until something is so that nobody tells.
+// comes polls a state that has no notification, until so returns true.
 func comes(so func() bool) bool {
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
@@ -215,7 +215,7 @@ func (w *world) fatal(format string, args ...any) {
 	w.t.Fatalf(format+"\nlog:\n%s", append(args, b)...)
 }
 
-// signal ends serve in one way or another and waits for it.
+// signal sends serve a signal and waits for the end of serve.
 func (w *world) signal(s syscall.Signal) {
 	w.t.Helper()
 	must(w.t, w.cmd.Process.Signal(s))
@@ -226,13 +226,13 @@ func (w *world) signal(s syscall.Signal) {
 	}
 	if s == syscall.SIGTERM && w.err != nil {
 		if b, _ := os.ReadFile(w.log.Name()); bytes.Contains(b[max(0, len(b)-4000):], []byte("grace period")) {
-			return // not all of it has ended in its time, on a busy computer
+			return // on a busy computer some work outlasts the grace period
 		}
 		w.fatal("serve ended with %v", w.err)
 	}
 }
 
-// child is the number of the data or hold process, 0 if it does not run.
+// child is the number of the data or hold process, 0 without such a process.
 func (w *world) child(role string) int {
 	w.t.Helper()
 	b, err := os.ReadFile(w.path("state", "run", role+".pid"))
@@ -244,13 +244,13 @@ func (w *world) child(role string) int {
 		return 0
 	}
 	args, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", p.Pid))
-	if err != nil || !strings.Contains(string(args), w.dir) { // gone, or the number is somebody else's
+	if err != nil || !strings.Contains(string(args), w.dir) { // gone, or another process has the number
 		return 0
 	}
 	return p.Pid
 }
 
-// kill ends the data or hold process, and returns which one it was.
+// kill ends the data or hold process, and returns its number.
 func (w *world) kill(role string) (pid int) {
 	w.t.Helper()
 	return w.send(role, syscall.SIGKILL)
@@ -259,14 +259,14 @@ func (w *world) kill(role string) (pid int) {
 // send sends a signal to the data or hold process.
 func (w *world) send(role string, s syscall.Signal) (pid int) {
 	w.t.Helper()
-	if !comes(func() bool { pid = w.child(role); return pid != 0 }) { // 0 would be this test's own group
+	if !comes(func() bool { pid = w.child(role); return pid != 0 }) { // 0 would be the test's own group
 		w.fatal("there is no %s process for %v", role, s)
 	}
 	must(w.t, syscall.Kill(pid, s))
 	return pid
 }
 
-// end takes the world down and checks that nothing stays behind.
+// end ends serve and checks for mounts and processes left behind.
 func (w *world) end() {
 	if w.cmd != nil && w.cmd.Process != nil {
 		select {
@@ -313,7 +313,7 @@ func (w *world) end() {
 			w.t.Logf("the errors in the log:\n%s", strings.Join(errs[:min(len(errs), 50)], ""))
 			w.t.Logf("the end of the log:\n%s", b[max(0, len(b)-6000):])
 		}
-		if b, err := exec.Command("dmesg").Output(); err == nil { // a file system's words tell its damage from ours
+		if b, err := exec.Command("dmesg").Output(); err == nil { // the log tells a file system's damage from Drover's
 			w.t.Logf("the kernel's last words:\n%s", b[max(0, len(b)-3000):])
 		}
 	}

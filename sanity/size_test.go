@@ -13,7 +13,7 @@ import (
 	"testing"
 )
 
-// Sizes that keep the house readable.
+// Sizes for a readable house.
 const (
 	fileLines    = 600
 	packageLines = 7500 // tests excepted
@@ -36,7 +36,7 @@ func TestSizes(t *testing.T) {
 		}
 		source, err := os.ReadFile(filepath.Join("..", path))
 		if os.IsNotExist(err) {
-			continue // moved, and not committed yet
+			continue // moved, not committed yet
 		}
 		must(t, err)
 		lines := bytes.Count(source, []byte("\n"))
@@ -86,7 +86,7 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// receiver names the type that a method belongs to.
+// receiver names the type of a method.
 func receiver(fn *ast.FuncDecl) string {
 	expr := fn.Recv.List[0].Type
 	for {

@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// snapshotsAtOnce: snapshots of two volumes are asked for at once, then clones of all of them, then everything goes
-// at once, while the sources are written to. Each is there, none is left.
+// snapshotsAtOnce: callers create snapshots of two volumes at once, then clones of all snapshots, under writes to the
+// sources, then delete everything at once. Each object exists after its creation, and nothing is left in the end.
 func snapshotsAtOnce(t *testing.T, w *world) {
 	callers := suite.Count(t, "DROVER_CALLERS", 8, 20)
 	all := func(call func(i int) error) {

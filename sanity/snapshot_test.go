@@ -106,7 +106,8 @@ func (w *world) from(source, name string, size int64, c *csi.VolumeCapability, p
 	return &pod{w: w, id: id, cap: c, staging: w.path(id + "-staging"), target: w.path(id + "-target")}, nil
 }
 
-// cloneMounted clones a volume that is mounted, and the clone, and mounts all of them side by side; then the source goes.
+// cloneMounted clones a mounted volume, and the clone, and mounts all volumes side by side; then the source is
+// deleted.
 func cloneMounted(t *testing.T, w *world) {
 	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
 		a, err := w.create("source-"+fs, gib, mountCap(""), "fsType", fs)
@@ -197,14 +198,14 @@ func restoreLarger(t *testing.T, w *world) {
 	wantCode(t, err, codes.NotFound)
 }
 
-// counting writes numbers to a file, each durable before the next, until stop.
+// counting writes numbers to a file, each number durable before the next, until stop.
 type counting struct {
-	n    atomic.Int64 // the last that is durable
+	n    atomic.Int64 // the last durable number
 	stop chan struct{}
 	end  chan error
 }
 
-// count begins with a number that is durable, and pauses after each.
+// count begins with a durable number, and pauses after each number.
 func (p *pod) count(name string, pause time.Duration) *counting {
 	c := &counting{stop: make(chan struct{}), end: make(chan error, 1)}
 	f, err := os.Create(p.file(name))
@@ -246,7 +247,7 @@ func (p *pod) counted(name string) (n int64) {
 	return n
 }
 
-// snapshotLoad: a snapshot holds all that was acknowledged before it, and nothing that came after.
+// snapshotLoad: a snapshot has every write acknowledged before the snapshot, and no write begun after.
 func snapshotLoad(t *testing.T, w *world) {
 	a, err := w.create("load", gib, mountCap("ext4"))
 	must(t, err)
@@ -276,7 +277,8 @@ func snapshotLoad(t *testing.T, w *world) {
 	t.Logf("%d synced writes, %d snapshots", c.n.Load(), len(ids))
 }
 
-// snapshotKilled: whatever moment the data process dies in, a snapshot is taken once, and the load sees no error.
+// snapshotKilled: Drover takes a snapshot exactly once for any moment of death of the data process, and the load sees
+// no error.
 func snapshotKilled(t *testing.T, w *world) {
 	a, err := w.create("killed", gib, mountCap("ext4"))
 	must(t, err)
@@ -338,7 +340,7 @@ func snapshotCommands(t *testing.T, w *world) {
 	w.refused(3, "does not exist", "snapshot", "create", "none")
 	names, codes := make([]string, 4), make([]int, 4)
 	var all sync.WaitGroup
-	for i := range names { // without a name they are called by the second
+	for i := range names { // without a name, drover names a snapshot by the second
 		all.Go(func() { names[i], codes[i] = w.command("snapshot", "create", "db", "-o", "name") })
 	}
 	all.Wait()
@@ -389,8 +391,8 @@ func snapshotCommands(t *testing.T, w *world) {
 	}
 }
 
-// TestRecoverSnapshots: the API's state is gone; snapshots come back with their volumes, as old as they were, and a revert
-// of the past is not done again.
+// TestRecoverSnapshots: the API's state is lost; `drover recover` restores snapshots with their volumes and creation
+// times, and repeats no earlier revert.
 func TestRecoverSnapshots(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -421,7 +423,7 @@ func TestRecoverSnapshots(t *testing.T) {
 	defer cancel()
 	for _, name := range []string{"one", "two"} {
 		var s *api.Snapshot
-		comes(func() bool { // found after the volume has its member
+		comes(func() bool { // the node finds snapshots after the volume has a member
 			s, err = await.Until(ctx, w.objects, name, func(s *api.Snapshot) (bool, error) { return s.Status.ReadyToUse, nil })
 			return !apierrors.IsNotFound(err)
 		})

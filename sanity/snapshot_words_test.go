@@ -9,7 +9,8 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// snapshotWords: what CSI says of snapshots is the same whoever asks and however often, and is refused in the right words.
+// snapshotWords: CSI's answers about snapshots are the same for every caller and every call, and refusals have the
+// right codes.
 func snapshotWords(t *testing.T, w *world) {
 	a, err := w.create("words", 64*mib, blockCap())
 	must(t, err)
@@ -90,7 +91,7 @@ func snapshotWords(t *testing.T, w *world) {
 	if _, err := w.from(first.SnapshotId, "words-small", 32*mib, blockCap()); status.Code(err) != codes.OutOfRange {
 		t.Errorf("smaller than the snapshot: %v", err)
 	}
-	// They outlive their volume.
+	// Snapshots outlive their volume.
 	do(t, a.remove)
 	list, err := w.controller.ListSnapshots(ctx, &csi.ListSnapshotsRequest{SnapshotId: first.SnapshotId})
 	must(t, err)

@@ -19,7 +19,7 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// A story is something that users do. A story finds a world as new, and leaves it so.
+// A story is a user's sequence of actions. A story finds a world as new, and leaves the world so.
 type story struct {
 	name string
 	tell func(t *testing.T, w *world)
@@ -72,7 +72,7 @@ func dataStays(t *testing.T, w *world) {
 	}
 }
 
-// golden makes a qcow2 of an ext4 with a file in it.
+// golden makes a qcow2 image of an ext4 file system with one file.
 func golden(t *testing.T, path string, size int64) [32]byte {
 	t.Helper()
 	dir := t.TempDir()
@@ -246,7 +246,7 @@ func manyAtOnce(t *testing.T, w *world) {
 	all(func(i int) error { return pods[i].down() })
 	all(func(i int) error { return pods[i].remove() })
 
-	all(func(i int) (err error) { // and different ones, all their lives
+	all(func(i int) (err error) { // and different volumes, all their lives
 		p, err := w.create(fmt.Sprintf("another-%d", i), 64*mib, mountCap(""))
 		for _, step := range []func() error{func() error { return p.up() }, func() error { return p.down() },
 			func() error { return p.remove() }} {
@@ -306,7 +306,7 @@ func differs(t *testing.T, w *world) {
 		wantCode(t, err, codes.AlreadyExists, "one")
 	}
 	_, err = w.create("one", 32*mib, mountCap("ext4"), "mkfsParams", "-i 8192", "csi.storage.k8s.io/pvc/name", "claim")
-	must(t, err) // it is large enough
+	must(t, err) // the volume is large enough
 	must(t, p.remove())
 	for _, c := range [][]string{
 		{"noSuchKey", "1", "unknown", "numberOfReplicas"}, {"fstype", "ext4", "did you mean fsType", ""},
@@ -338,7 +338,7 @@ func pages(t *testing.T, w *world) {
 		if token = r.NextToken; token == "" {
 			break
 		}
-		if n == 0 { // between pages: the last one shown goes, and one before it comes
+		if n == 0 { // between pages: the last volume shown is deleted, and an earlier volume is added
 			must(t, pods[1].remove())
 			p, err := w.create("page-00", 16*mib, blockCap())
 			must(t, err)
@@ -346,7 +346,7 @@ func pages(t *testing.T, w *world) {
 		}
 	}
 	want := []string{"page-0", "page-1", "page-2", "page-3", "page-4", "page-5", "page-6"}
-	if i := slices.Index(ids, "page-00"); i >= 0 { // after page-0: it may be shown
+	if i := slices.Index(ids, "page-00"); i >= 0 { // after page-0: allowed on a page
 		ids = slices.Delete(ids, i, i+1)
 	}
 	if !slices.Equal(ids, want) {

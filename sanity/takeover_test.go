@@ -21,8 +21,8 @@ import (
 )
 
 // TestNewBinaryTakesOverDevicesOfReleasedBinary upgrades a node as docs/operations.md says, under verified load: the
-// holder stays, and the new binary takes the devices up from what the old one left there and on the disk. Both speak
-// for themselves through their own commands and CSI: the test knows no path of the API.
+// holder stays, and the new binary resumes the devices from the old binary's device records and disk. Both binaries
+// are asked through their own commands and CSI: the test knows no path of the API.
 func TestNewBinaryTakesOverDevicesOfReleasedBinary(t *testing.T) {
 	t.Parallel()
 	now := drover(t)
@@ -35,7 +35,7 @@ func TestNewBinaryTakesOverDevicesOfReleasedBinary(t *testing.T) {
 	}
 }
 
-// worldOf is a world whose server is another binary.
+// worldOf is a world whose server is the given binary.
 func worldOf(t *testing.T, bin string) *world {
 	dir, err := os.MkdirTemp("", "drover-")
 	must(t, err)
@@ -45,7 +45,7 @@ func worldOf(t *testing.T, bin string) *world {
 	must(t, err)
 	t.Cleanup(w.end)
 	w.serve(bin)
-	// As world.start does, whatever group the settings of that binary are in.
+	// As world.start does, for any API group of the binary's settings.
 	kind, err := w.objects.RESTMapper().KindFor(schema.GroupVersionResource{Resource: "settings"})
 	must(t, err)
 	for name, value := range map[string]string{"storage-minimal-available-percentage": "0",
@@ -58,7 +58,7 @@ func worldOf(t *testing.T, bin string) *world {
 	return w
 }
 
-// tells runs a command of a binary, and returns what it wrote.
+// tells runs a command of a binary, and returns the output.
 func (w *world) tells(bin string, args ...string) []byte {
 	w.t.Helper()
 	var errs bytes.Buffer
@@ -71,7 +71,7 @@ func (w *world) tells(bin string, args ...string) []byte {
 	return out
 }
 
-// names are those of all objects of a kind, with what a binary says of each that has to stay.
+// names lists all objects of a kind by name, with the size that a binary reports.
 func (w *world) names(bin, kind string) (all []string) {
 	w.t.Helper()
 	var list struct {
@@ -121,7 +121,7 @@ func work(t *testing.T, p *pod) *worker {
 	return x
 }
 
-// goesOn returns when some work is done that began after the call.
+// goesOn returns after work that began after the call.
 func (x *worker) goesOn(w *world) {
 	w.t.Helper()
 	for range 20 {
@@ -135,7 +135,7 @@ func (x *worker) goesOn(w *world) {
 	}
 }
 
-// deviceOf is the number of the device that a pod has: of its file system, or the device itself.
+// deviceOf is the device number of a pod's file system, or of its raw device.
 func deviceOf(t *testing.T, p *pod) uint64 {
 	t.Helper()
 	var st syscall.Stat_t
@@ -214,7 +214,7 @@ func takeOver(t *testing.T, old, now string, stop func(w *world)) {
 		must(t, x.f.Close())
 	}
 
-	// The new binary goes on with all that the old one left.
+	// The new binary continues with all objects and data of the old binary.
 	snapped.check("before", before)
 	for _, x := range workers {
 		sum := contentOf(t, x)
@@ -245,7 +245,7 @@ func takeOver(t *testing.T, old, now string, stop func(w *world)) {
 	w.tells(now, "image", "delete", "golden")
 }
 
-// contentOf sums what the load wrote.
+// contentOf sums the load's data.
 func contentOf(t *testing.T, x *worker) string {
 	t.Helper()
 	path := x.p.target
@@ -257,7 +257,7 @@ func contentOf(t *testing.T, x *worker) string {
 	return strings.Fields(string(out))[0]
 }
 
-// goldenImage makes a file system with a file in it, and returns what that holds.
+// goldenImage makes a file system with one file, and returns the content of the file.
 func goldenImage(t *testing.T, w *world) (path string, inside []byte) {
 	t.Helper()
 	inside = bytes.Repeat([]byte("golden image\n"), 5*4096)

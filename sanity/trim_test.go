@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// syncAt writes what a file system has not written yet: no others, which may be slow or full.
+// syncAt writes out one file system's cached data: other file systems may be slow or full.
 func syncAt(t *testing.T, dir string) {
 	t.Helper()
 	f, err := os.Open(dir)
@@ -25,7 +25,7 @@ func syncAt(t *testing.T, dir string) {
 	must(t, unix.Syncfs(int(f.Fd())))
 }
 
-// headUsed is what the newest part of a volume takes on the disk, in bytes.
+// headUsed is the size of a volume's head on the disk, in bytes.
 func (p *pod) headUsed() int64 {
 	p.w.t.Helper()
 	var reps api.ReplicaList
@@ -35,7 +35,7 @@ func (p *pod) headUsed() int64 {
 	}
 	var sum int64
 	var err error
-	if !comes(func() bool { // a file may be given another name while they are looked at: all of them again
+	if !comes(func() bool { // a rename may hit a file between list and stat: all again
 		sum, err = taken(p.w.path("disk", "replicas", string(reps.Items[0].Spec.UID)))
 		return !errors.Is(err, os.ErrNotExist)
 	}) || err != nil {
@@ -44,7 +44,7 @@ func (p *pod) headUsed() int64 {
 	return sum
 }
 
-// taken is what the files of a folder take on the disk, in bytes.
+// taken is the disk space of a folder's files, in bytes.
 func taken(dir string) (sum int64, err error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -60,8 +60,8 @@ func taken(dir string) (sum int64, err error) {
 	return sum, nil
 }
 
-// trim runs fstrim until the head takes no more than most: xfs frees the blocks of a deleted file in the background, and
-// a trim that comes too early does not see them; it returns before its last discards are done, too.
+// trim runs fstrim until the head takes no more than most: xfs frees the blocks of a deleted file in the background,
+// and an early trim does not see these blocks; fstrim also returns before the last discards are done.
 func (p *pod) trim(most int64) {
 	p.w.t.Helper()
 	for end := time.Now().Add(settle); ; {
@@ -80,8 +80,8 @@ func (p *pod) trim(most int64) {
 	}
 }
 
-// trimMounted: fstrim on a mounted volume over a snapshot gives space back, shows nothing old, and leaves the snapshot
-// what it is; with the snapshot gone, its space comes back too.
+// trimMounted: fstrim on a mounted volume over a snapshot gives space back, shows no old data, and leaves the
+// snapshot as before; the deletion of the snapshot frees the snapshot's space, too.
 func trimMounted(t *testing.T, w *world) {
 	for _, fs := range []string{"ext4", "xfs"} {
 		a, err := w.create("trim-"+fs, gib, mountCap(fs))
@@ -98,7 +98,7 @@ func trimMounted(t *testing.T, w *world) {
 		full := a.headUsed()
 		must(t, os.Remove(a.file("later")))
 		syncAt(t, a.target)
-		c := a.count("n", 50*time.Millisecond) // while it is written to, but not so much that the journal takes what is freed
+		c := a.count("n", 50*time.Millisecond) // under writes, but too few for the journal to take the freed space
 		a.trim(full - 40*mib)
 		close(c.stop)
 		must(t, <-c.end)
@@ -114,10 +114,10 @@ func trimMounted(t *testing.T, w *world) {
 		b.check("old", sum)
 		do(t, b.down, b.remove)
 		w.unsnap(id)
-		w.layersTake(30*mib, func() {}) // they are merged, and what was trimmed over is in none of them
+		w.layersTake(30*mib, func() {}) // after the merge no layer has the trimmed blocks
 		a.check("keep", keep)
 
-		// What is freed later was in a layer that nobody needs by itself.
+		// The file deleted next is in a layer without a snapshot.
 		gone := a.write("gone", 64*mib)
 		id, err = w.snap(a.id, "again-"+fs)
 		must(t, err)
@@ -133,7 +133,7 @@ func trimMounted(t *testing.T, w *world) {
 	}
 }
 
-// layersTake waits until all layers take no more than most, and has something done about it again and again.
+// layersTake waits until all layers take no more than most, and calls do again and again.
 func (w *world) layersTake(most int64, do func()) {
 	w.t.Helper()
 	dir := w.path("disk", "layers")
@@ -164,8 +164,8 @@ func (w *world) layersTake(most int64, do func()) {
 	}
 }
 
-// trimRemoves: with unmapMarkSnapChainRemoved a trim deletes the snapshots that the volume stands on, and what they held
-// comes back; a clone of one of them keeps what it has.
+// trimRemoves: with unmapMarkSnapChainRemoved a trim deletes the snapshots below the volume, and frees their space; a
+// clone of such a snapshot keeps its data.
 func trimRemoves(t *testing.T, w *world) {
 	for _, fs := range []string{"ext4", "xfs"} {
 		a, err := w.create("trimall-"+fs, gib, mountCap(fs), "unmapMarkSnapChainRemoved", "enabled")
@@ -189,7 +189,7 @@ func trimRemoves(t *testing.T, w *world) {
 		if out := w.must("volume", "trim", a.id); !strings.Contains(out, "removed: one-"+fs+", two-"+fs) {
 			t.Errorf("%s: %s", fs, out)
 		}
-		w.layersTake(110*mib, func() { w.must("volume", "trim", a.id) }) // what the clone has, and what is kept
+		w.layersTake(110*mib, func() { w.must("volume", "trim", a.id) }) // the clone's data and the kept file
 		must(t, b.up())
 		b.check("old", sum)
 		do(t, b.down, b.remove)

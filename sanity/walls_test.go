@@ -10,7 +10,7 @@ import (
 
 const module = "drover.io/drover"
 
-// golist is what `go list -json` says of a package of ours: without its tests, whose imports may go anywhere.
+// golist is the output of `go list -json` for a package of the module: without tests, whose imports may go anywhere.
 type golist struct {
 	ImportPath string
 	Name       string
@@ -53,8 +53,8 @@ func underAny(p string, roots ...string) bool {
 	return slices.ContainsFunc(roots, func(r string) bool { return under(p, module+"/"+r) })
 }
 
-// wall says which packages of ours the packages below `of` may have among their transitive imports. Inside a room, a
-// wall of a folder stands besides the wall of the room.
+// wall says which packages of the module the packages below `of` may have among their transitive imports. Inside a
+// room, a wall of a folder stands besides the wall of the room.
 type wall struct {
 	of  []string
 	may []string // besides its own tree
@@ -182,7 +182,8 @@ func TestWalls(t *testing.T) {
 	}
 }
 
-// The walls stop what they should stop: without this a typing error in the table would let everything through.
+// TestWallsRefuse: the walls refuse the imports that they should refuse; a typing error in the table would let
+// everything through.
 func TestWallsRefuse(t *testing.T) {
 	for _, c := range []struct {
 		pkg, dep string

@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// TestBalance: replicas of a volume that works and of one that is detached move to a zone that had none when there is one,
-// whole before the old one goes, one at a time; those of a volume that is not to be balanced stay. Then nothing moves.
+// TestBalance: replicas of an attached and of a detached volume move to a new zone, each new replica healthy before
+// the old replica is deleted, one at a time; the replicas of a volume without balance stay. Then nothing moves.
 func TestBalance(t *testing.T) {
 	c := start(t, Options{Nodes: 4, Settings: map[string]string{"replica-auto-balance-wait-interval": "2"}})
 	for _, m := range c.Nodes {
@@ -44,7 +44,7 @@ func TestBalance(t *testing.T) {
 		before[l.name] = nodesOf(t, c, l.name)
 	}
 
-	// Another zone. What moves there takes its time, until a process that does it was killed.
+	// A node gets another zone. The rate limit slows the moves until the test has killed a data process.
 	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "1"))
 	c.command(t, "node", "set", n[3].Name, "--zone", "west")
 	fewest, most, killed := 99, 0, false
@@ -53,7 +53,7 @@ func TestBalance(t *testing.T) {
 		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: l.name}, &v))
 		at := nodesOf(t, c, l.name)
 		fewest, most = min(fewest, len(v.Status.Members)), max(most, len(at))
-		if len(at) == 3 && !killed { // it is being made
+		if len(at) == 3 && !killed { // the move is in progress
 			kill(t, n[3], "data")
 			killed = true
 			must(t, c.Set(t.Context(), "replica-copy-rate-limit", "0"))
@@ -66,7 +66,8 @@ func TestBalance(t *testing.T) {
 		eventually(t, "a replica of "+l.name+" moves to the other zone", func() bool { return moved(l) })
 		t.Logf("%s: %v after the zone was there: %v -> %v", l.name, time.Since(began), before[l.name], nodesOf(t, c, l.name))
 	}
-	if most > 3 || !killed || fewest < 2 && len(dropped(t, c, "busy"))+len(dropped(t, c, "idle")) == 0 { // one that is slow is dropped for a while
+	// The engine may drop a slow member for a while.
+	if most > 3 || !killed || fewest < 2 && len(dropped(t, c, "busy"))+len(dropped(t, c, "idle")) == 0 {
 		t.Errorf("between %d members and %d replicas while one moved", fewest, most)
 	}
 	if at := nodesOf(t, c, "busy"); !slices.Contains(at, n[0].Name) {
@@ -77,7 +78,7 @@ func TestBalance(t *testing.T) {
 	}
 	busy.works(100)
 
-	// Nothing moves any more, also when the nodes are looked at again.
+	// Nothing moves any more, also after another reconcile of the nodes.
 	settled := map[string]string{}
 	for _, l := range []*loaded{busy, idle} {
 		settled[l.name] = fmt.Sprint(replicaNames(t, c, l.name))

@@ -25,9 +25,9 @@ import (
 	"drover.io/drover/block/wire"
 )
 
-// TestCertificates: the certificates of all nodes are renewed, and then those of a new authority, under verified load on
-// a volume with three replicas: no I/O fails, and nothing is rebuilt. Who has no certificate of the authority, or one
-// that has run out, is not answered.
+// TestCertificates: all nodes get new certificates, and then certificates of a new authority, under verified load on
+// a volume with three replicas: no I/O fails, and no replica is rebuilt. A node answers no client without a valid
+// certificate of the authority.
 func TestCertificates(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	l := newLoaded(t, c, "v", 64<<20, 3)
@@ -43,7 +43,7 @@ func TestCertificates(t *testing.T) {
 	authority, err := wire.LoadAuthority(secret.Data[api.AuthorityKey])
 	must(t, err)
 
-	// One that has an hour left is due.
+	// A certificate with an hour left is due.
 	for _, m := range c.Nodes {
 		was, now := certificateOf(t, m), requestOf(t, c, m)
 		old := now.DeepCopy()
@@ -111,11 +111,11 @@ func TestCertificates(t *testing.T) {
 	if n := rebuilds() - before; n > 0 {
 		t.Errorf("%v replicas were made anew", n)
 	}
-	kill(t, c.Nodes[1], "data") // the next connections are by the new ones
+	kill(t, c.Nodes[1], "data") // the next connections use the new certificates
 	l.works(50)
 	awaitVolume(t, c, "v", "whole", whole)
 	l.halt()
-	for _, why := range dropped(t, c, "v") { // a machine with too much to do may lose one for another reason
+	for _, why := range dropped(t, c, "v") { // a busy machine may drop a member for another reason
 		if t.Log(why); strings.Contains(why, "certificate") || strings.Contains(why, "tls") {
 			t.Errorf("a replica was dropped: %s", why)
 		}
@@ -131,7 +131,7 @@ func newAuthority(t *testing.T) *wire.Authority {
 	return a
 }
 
-// certificateOf is what a machine's processes are known by now.
+// certificateOf is the present certificate of a machine's processes.
 func certificateOf(t *testing.T, m *Machine) *x509.Certificate {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join(m.Dir, "state", "pki", "node.pem"))
@@ -145,7 +145,7 @@ func certificateOf(t *testing.T, m *Machine) *x509.Certificate {
 	return cert
 }
 
-// requestOf is a machine's object.
+// requestOf is the NodeCertificate of a machine.
 func requestOf(t *testing.T, c *Cluster, m *Machine) *api.NodeCertificate {
 	t.Helper()
 	var list api.NodeCertificateList
@@ -164,7 +164,7 @@ func signedBy(a *wire.Authority, c *x509.Certificate) bool {
 	return ok
 }
 
-// greet says hello to a node's data process, as `docs/replication.md` has it, and returns nil if that answers so.
+// greet sends the hello of `docs/replication.md` to a node's data process, and returns nil for a hello in answer.
 func greet(address, node string, cfg *tls.Config) error {
 	nc, err := net.DialTimeout("tcp", address, time.Minute)
 	if err != nil {

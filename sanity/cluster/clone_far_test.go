@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestClonesElsewhere: a clone that may not be where its source is, or for which there is no room, is used at once on
-// another node, and moves there under load; its source, and the node of that, can go then.
+// TestClonesElsewhere: the node of the source may not have a clone, or has no room. The clone is used at once on
+// another node, and moves there under load; then the source and its node may be lost.
 func TestClonesElsewhere(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	n1, n2, n3 := c.Nodes[0], c.Nodes[1], c.Nodes[2]
@@ -45,7 +45,8 @@ func TestClonesElsewhere(t *testing.T) {
 	}
 	topology := func(s *api.VolumeSpec) { s.Nodes = []string{n2.Name} }
 
-	// The topology wants another node: it is read there before it is there, and it works while it moves.
+	// The topology wants another node: a read there succeeds before the data is there, and the volume works during
+	// the move.
 	clone("far", "snap://src/then", topology)
 	must(t, moment.Verify(device("far", n2)))
 	settled(t, c, "far", n2.Name)
@@ -69,10 +70,10 @@ func TestClonesElsewhere(t *testing.T) {
 	edit(t, c, &n, func(n *api.Node) { n.Spec.Disks[0].ReservedBytes = 1 << 60 })
 	fullFor(t, c, n1)
 	clone("room", "snap://src/then", func(s *api.VolumeSpec) { s.NumberOfReplicas = 2 })
-	c.command(t, "snapshot", "create", "room", "own") // of a clone on its way
+	c.command(t, "snapshot", "create", "room", "own") // of a clone in progress
 	settled(t, c, "room", n2.Name, n3.Name)
 
-	// The volume as it is now, which is deleted at once.
+	// A clone of the volume's present data; the volume is deleted at once.
 	src.halt()
 	c.detach(t, "src")
 	clone("last", "vol://src", topology)
@@ -95,7 +96,7 @@ func TestClonesElsewhere(t *testing.T) {
 	last.halt()
 }
 
-// fullFor waits until the controller, too, knows that a node has no room: it places no volume there.
+// fullFor waits until the controller, too, knows of a full node and places no volume there.
 func fullFor(t *testing.T, c *Cluster, m *Machine) {
 	t.Helper()
 	probes := 0

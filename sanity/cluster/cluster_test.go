@@ -46,7 +46,7 @@ func TestMain(m *testing.M) {
 	}
 	set := false
 	flag.Visit(func(f *flag.Flag) { set = set || f.Name == "test.parallel" })
-	if !set { // they mostly wait
+	if !set { // the tests mostly wait
 		_ = flag.Set("test.parallel", strconv.Itoa(together))
 	}
 	os.Exit(run(m))
@@ -83,7 +83,7 @@ func start(t *testing.T, o Options) *Cluster {
 	return startAlone(t, o)
 }
 
-// startAlone is start for a test that says how long something takes.
+// startAlone is start for a test that measures time.
 func startAlone(t *testing.T, o Options) *Cluster {
 	t.Helper()
 	suite.System(t)
@@ -122,8 +122,8 @@ func (c *Cluster) command(t *testing.T, args ...string) string {
 	return out
 }
 
-// attach attaches a volume to a node and waits for the device. The command of that name does the same in a process of
-// the program, whose start takes 80 ms of processor time.
+// attach attaches a volume to a node and waits for the device. The command `volume attach` does the same in a process
+// of the program, whose start takes 80 ms of processor time.
 func (c *Cluster) attach(t *testing.T, volume, node string) {
 	t.Helper()
 	c.patiently(t, "attach volume "+volume+" to "+node, func(ctx context.Context) error {
@@ -159,7 +159,7 @@ func (c *Cluster) detach(t *testing.T, volume string) {
 	})
 }
 
-// patiently repeats what an API server had no time for.
+// patiently repeats a call until success, for an API server without time.
 func (c *Cluster) patiently(t *testing.T, what string, do func(context.Context) error) {
 	t.Helper()
 	ctx := soon(t)
@@ -177,8 +177,8 @@ func (c *Cluster) patiently(t *testing.T, what string, do func(context.Context) 
 	}
 }
 
-// try is command where an error is an answer, too. Like a patient client it asks again where an API server has no time;
-// what the first one has done although it was late is no error then.
+// try is command for calls that may fail. Like a patient client, try repeats a call that the API server had no time
+// for; then a late effect of the first call is no error.
 func (c *Cluster) try(t *testing.T, args ...string) (string, error) {
 	t.Helper()
 	args = append(args, "--kubeconfig", c.Kubeconfig, "--timeout", readyTime.String())
@@ -199,7 +199,7 @@ func (c *Cluster) try(t *testing.T, args ...string) (string, error) {
 	}
 }
 
-// kill is kill -9 of processes that are there, or are just being started again.
+// kill sends SIGKILL to the processes of a role, and waits for processes that are just being started again.
 func kill(t *testing.T, m *Machine, role string) {
 	t.Helper()
 	eventually(t, role+" runs on "+m.Name, func() bool {
@@ -211,8 +211,7 @@ func kill(t *testing.T, m *Machine, role string) {
 	})
 }
 
-// runs waits until a machine has one process of each of some roles. A process that is just being started looks like
-// the one that starts it.
+// runs waits until a machine has one process of each role. A starting process looks like the process that starts it.
 func runs(t *testing.T, m *Machine, roles ...string) {
 	t.Helper()
 	for _, role := range roles {
@@ -231,7 +230,7 @@ func nodeReady(n *api.Node) (bool, error) {
 	return len(n.Status.Disks) > 0 && n.Status.Disks[0].Ready, nil
 }
 
-// TestMachines: the machines are apart, and what breaks them does.
+// TestMachines: the machines of a cluster are separate, and each fault of the harness has an effect.
 func TestMachines(t *testing.T) {
 	c := start(t, Options{Nodes: 2, Controllers: 1, Disks: []Disk{{}, {Size: 64 << 20}}})
 	one, two := c.Nodes[0], c.Nodes[1]
@@ -269,7 +268,7 @@ func TestMachines(t *testing.T) {
 	}
 	c.Net.Heal()
 
-	// A volume on a node; its device is served through kills and a change of the controller.
+	// A device works through kills and a change of the controller.
 	c.command(t, "volume", "create", "v", "--size", "64Mi")
 	var v api.Volume
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &v))
@@ -300,7 +299,8 @@ func TestMachines(t *testing.T) {
 	must(t, other.PowerOn())
 	must(t, other.Serve(t.Context()))
 
-	// The API server goes: what is attached is served; then it comes back, and the other controller can be elected.
+	// The API server is killed: an attached volume works; then the API server returns, and the other controller can
+	// be elected.
 	must(t, c.Control.Kill("serve"))
 	c.Control.Gone()
 	write("four")
@@ -333,8 +333,8 @@ func TestMachines(t *testing.T) {
 	}
 }
 
-// TestImagesTravel: an image comes to the disk of another node from the one that has it; the source is asked once. A
-// node's death leaves as many copies as the image wants.
+// TestImagesTravel: a node copies an image from another node with a copy, and the source is read once. After a node's
+// death the image has as many copies as wanted.
 func TestImagesTravel(t *testing.T) {
 	content := make([]byte, 48<<20)
 	for i := range content { // neither holes nor the same everywhere
@@ -366,7 +366,7 @@ func TestImagesTravel(t *testing.T) {
 	edit(t, c, img, func(img *api.BackingImage) { img.Spec.MinNumberOfCopies = 2 })
 	ready(t, c, "golden", 2)
 
-	// A volume where no copy is brings one along.
+	// A volume on a node without a copy causes a copy there.
 	bare := ""
 	img = ready(t, c, "golden", 2)
 	for _, m := range c.Nodes {
@@ -398,7 +398,8 @@ func TestImagesTravel(t *testing.T) {
 		t.Errorf("the source was asked %d times more", n-first)
 	}
 
-	// The origin dies, for good: those who are left have enough, and a damaged copy is taken anew from the other one.
+	// The first copy's node dies for good: the other nodes have enough copies, and repair a damaged copy from the
+	// other copy.
 	var left *Machine
 	for _, m := range c.Nodes {
 		switch m.Name {
@@ -409,7 +410,7 @@ func TestImagesTravel(t *testing.T) {
 			left = m
 		}
 	}
-	gone.Store(true) // the source, too: it is asked where the dead node is still believed to have a copy
+	gone.Store(true) // the source, too: a node may read the source while the dead node seems to have a copy
 	n, err := left.Disks[0].Corrupt("layers/*/data", 4<<20, 512)
 	must(t, err)
 	if n == 0 {

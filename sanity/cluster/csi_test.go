@@ -33,7 +33,7 @@ func newDoor(t *testing.T, m *Machine) *door {
 	return &door{t, m, csi.NewControllerClient(conn), csi.NewNodeClient(conn)}
 }
 
-// insist calls again where the answer says that there was no time, as an orchestrator does.
+// insist repeats a call that the server had no time for, as an orchestrator does.
 func insist(ctx context.Context, method string, req, reply any, conn *grpc.ClientConn, call grpc.UnaryInvoker,
 	opts ...grpc.CallOption) error {
 	for {
@@ -67,8 +67,8 @@ func (d *door) paths(volume string) (staging, target string) {
 	return filepath.Join(d.m.Dir, "staging-"+volume), filepath.Join(d.m.Dir, "target-"+volume)
 }
 
-// up brings a volume to a pod of this machine, which the controller behind another door publishes there. It returns
-// where the pod's files are.
+// up publishes a volume by the controller behind another door, mounts the volume for a pod of d's machine, and
+// returns the folder of the pod's files.
 func (d *door) up(by *door, volume string) string {
 	d.t.Helper()
 	ctx := soon(d.t)
@@ -86,7 +86,7 @@ func (d *door) up(by *door, volume string) string {
 	return d.m.View(target)
 }
 
-// down takes it away again.
+// down unmounts and unpublishes the volume again.
 func (d *door) down(by *door, volume string) {
 	d.t.Helper()
 	ctx := soon(d.t)
@@ -129,8 +129,8 @@ func wantFile(t *testing.T, path, want string) {
 	}
 }
 
-// TestCSIOnSeveralNodes: volumes with several replicas that go from node to node as an orchestrator has them, through
-// the CSI sockets of two controllers and of each node.
+// TestCSIOnSeveralNodes: volumes with several replicas move from node to node as under an orchestrator, through the
+// CSI sockets of two controllers and of each node.
 func TestCSIOnSeveralNodes(t *testing.T) {
 	c := start(t, Options{Nodes: 3, Controllers: 1})
 	one, two := newDoor(t, c.Control), newDoor(t, c.Others[0])

@@ -17,8 +17,8 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestDamagedFiles: whatever becomes of the files of one replica of three, the volume is attached and whole again, and
-// its data is right on every node. It is used on the replica's node, or on another.
+// TestDamagedFiles: after any damage to the files of one replica of three, the volume is attached and becomes healthy
+// again, and every node reads the right data. The volume is used on the replica's node, or on another node.
 func TestDamagedFiles(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	n1, n2 := c.Nodes[0], c.Nodes[1]
@@ -84,7 +84,7 @@ func TestDamagedFiles(t *testing.T) {
 			l.works(100)
 			l.halt()
 			c.detach(t, "v")
-			l.attach(x.on) // what is read is its own
+			l.attach(x.on) // the node's own replica serves the reads
 			l.works(100)
 			l.halt()
 			c.detach(t, "v")
@@ -101,8 +101,8 @@ func TestDamagedFiles(t *testing.T) {
 	}
 }
 
-// TestDamagedWhileUsed: the files of a replica go while its volume works, and its node's data process is killed: the
-// volume goes on with the others, and another replica takes its place.
+// TestDamagedWhileUsed: the files of a replica are deleted while the volume works, and a kill hits the data process
+// of the replica's node: the volume continues with the other members, and another replica takes the place.
 func TestDamagedWhileUsed(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	l := newLoaded(t, c, "v", 64<<20, 3)
@@ -132,9 +132,9 @@ func TestDamagedWhileUsed(t *testing.T) {
 	}
 }
 
-// TestDamagedData: bytes of sealed layers change on one replica's disk. Reads are answered by another replica, nobody is
-// dropped, and the layers are made what they were, whoever finds it: a read or a scrub, attached or not. Where nothing
-// tells what they were another replica takes the place.
+// TestDamagedData: bytes of sealed layers change on one replica's disk. Another replica answers the reads, no member
+// is dropped, and the layers are repaired, after a read or a scrub found the damage, attached or not. With damaged
+// checksums another replica takes the place.
 func TestDamagedData(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	n1, n2 := c.Nodes[0], c.Nodes[1]
@@ -146,7 +146,7 @@ func TestDamagedData(t *testing.T) {
 	for _, name := range []string{"s1", "s2"} {
 		c.command(t, "snapshot", "create", "v", name)
 		l.begin()
-		l.works(100) // not much: what is damaged below is not to be hidden by it
+		l.works(100) // not much: new data must not hide the damage below
 		l.halt()
 	}
 	layers := func(m *Machine) []string { return layersOf(t, c, "v", m) }
@@ -155,7 +155,7 @@ func TestDamagedData(t *testing.T) {
 	epoch := awaitVolume(t, c, "v", "healthy", whole).Status.Epoch
 	was := replicasOf(t, c, "v")
 
-	// Found by reads on the engine's own node; those of the load are all right.
+	// Reads on the engine's node find the damage; the reads of the load all succeed.
 	dir := layers(n1)[0]
 	right := spoil(dir, false)
 	must(t, l.load.Verify(l.device, false))
@@ -167,14 +167,14 @@ func TestDamagedData(t *testing.T) {
 	repaired(n2, dir, right)
 	if v := awaitVolume(t, c, "v", "healthy", whole); v.Status.Epoch != epoch {
 		t.Logf("the members changed meanwhile: epoch %d became %d", epoch, v.Status.Epoch)
-		for _, why := range dropped(t, c, "v") { // one that is slow is dropped, with or without damage
+		for _, why := range dropped(t, c, "v") { // a slow member is dropped, with or without damage
 			if !strings.Contains(why, "no answer for") && !strings.Contains(why, "not reached for") &&
 				!strings.Contains(why, "not answer") {
 				t.Errorf("a replica was dropped: %s", why)
 			}
 		}
 	}
-	// By a scrub while nobody uses it.
+	// By a scrub of the detached volume.
 	c.detach(t, "v")
 	for _, m := range []*Machine{n2, n1} {
 		dir = layers(m)[1]
@@ -191,7 +191,7 @@ func TestDamagedData(t *testing.T) {
 		return meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionIntact)
 	})
 
-	// Nothing tells what was there.
+	// The checksums are damaged, too.
 	l.attach(n1)
 	dir = layers(n2)[0]
 	spoil(dir, true)
@@ -210,8 +210,8 @@ func TestDamagedData(t *testing.T) {
 	}
 }
 
-// scrub has a volume compared with its digests. What it finds others repair, perhaps before it is told; a replica that
-// cannot be repaired may be gone by then.
+// scrub compares a volume with its digests. The damage may be repaired before the scrub's report; a replica beyond
+// repair may be deleted by then.
 func (c *Cluster) scrub(t *testing.T, volume string, fine ...string) {
 	t.Helper()
 	out, err := c.try(t, "volume", "scrub", volume)
@@ -221,8 +221,8 @@ func (c *Cluster) scrub(t *testing.T, volume string, fine ...string) {
 	}
 }
 
-// TestDamagedSurvivor: the only member that is left is damaged where the one that comes back has it right. It is repaired
-// from that one, which could not be made equal to it otherwise.
+// TestDamagedSurvivor: the only remaining member is damaged at bytes that the returning replica has right. The member
+// is repaired from the returning replica, which could not be resynced otherwise.
 func TestDamagedSurvivor(t *testing.T) {
 	c := start(t, Options{Nodes: 2})
 	n1, n2 := c.Nodes[0], c.Nodes[1]
@@ -239,7 +239,7 @@ func TestDamagedSurvivor(t *testing.T) {
 	layersOf(t, c, "v", n2)
 	l.begin()
 	must(t, n2.PowerOff())
-	l.works(100) // not much: what is damaged below is not to be hidden by it
+	l.works(100) // not much: new data must not hide the damage below
 	l.halt()
 	awaitVolume(t, c, "v", "alone", func(v *api.Volume) bool { return len(v.Status.Members) == 1 })
 	was := replicasOf(t, c, "v")
@@ -260,7 +260,7 @@ func TestDamagedSurvivor(t *testing.T) {
 	l.halt()
 }
 
-// layersOf are the folders of the layers of a volume's snapshots on a machine, once they have digests.
+// layersOf lists the folders of the layers of a volume's snapshots on a machine, once the layers have digests.
 func layersOf(t *testing.T, c *Cluster, volume string, m *Machine) (dirs []string) {
 	t.Helper()
 	var stack struct {
@@ -279,7 +279,7 @@ func layersOf(t *testing.T, c *Cluster, volume string, m *Machine) (dirs []strin
 	return dirs
 }
 
-// spoilLayer changes bytes in blocks that a layer holds, holes: and where it holds nothing, too.
+// spoilLayer changes bytes in a layer's blocks with data, and with holes also in a hole.
 func spoilLayer(t *testing.T, dir string, holes bool) (right []byte) {
 	t.Helper()
 	name := filepath.Join(dir, "data")
@@ -291,13 +291,13 @@ func spoilLayer(t *testing.T, dir string, holes bool) (right []byte) {
 			n++
 		}
 	}
-	if holes { // something may be where there was nothing
+	if holes { // damage may also fill a hole
 		must(t, corrupt(name, 10<<20, 16<<10))
 	}
 	return right
 }
 
-// dropped is why replicas of a volume were dropped.
+// dropped lists the reasons why replicas of a volume were dropped.
 func dropped(t *testing.T, c *Cluster, volume string) (why []string) {
 	t.Helper()
 	var list eventsv1.EventList
@@ -310,7 +310,7 @@ func dropped(t *testing.T, c *Cluster, volume string) (why []string) {
 	return why
 }
 
-// awaitRepaired waits until a layer is what it was, and nothing is told of damage any more.
+// awaitRepaired waits until a layer has the right bytes again, and the API reports no damage.
 func awaitRepaired(t *testing.T, c *Cluster, volume string, m *Machine, dir string, right []byte) {
 	t.Helper()
 	eventually(t, "the layer on "+m.Name+" is what it was", func() bool {

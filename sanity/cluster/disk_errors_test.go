@@ -7,9 +7,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestDiskErrors: disks fail under a volume that works, one on another node and then the engine's own: every request of
-// theirs ends with an error, or their file system takes no more writes. No I/O of the volume fails, it can be detached,
-// and the replicas come back with their disks.
+// TestDiskErrors: disks fail under a working volume, first on another node and then on the engine's node: every
+// request to the disk ends with an error, or the file system takes no more writes. No I/O of the volume fails, the
+// volume can be detached, and the replicas return with their disks.
 func TestDiskErrors(t *testing.T) {
 	c := start(t, Options{Nodes: 3, Disks: []Disk{{Size: 1 << 30}}})
 	n1, n2 := c.Nodes[0], c.Nodes[1]
@@ -26,7 +26,7 @@ func TestDiskErrors(t *testing.T) {
 		awaitVolume(t, c, "v", "healthy", whole)
 		l.works(100)
 		for i, m := range []*Machine{n2, n1} {
-			if i > 0 { // one that was dropped as slow is not to be the last
+			if i > 0 { // a member dropped as slow must not be the last
 				awaitVolume(t, c, "v", x.name+": without "+n2.Name, func(v *api.Volume) bool {
 					at := replicasOf(t, c, "v")
 					return len(v.Status.Members) == 2 && slices.Contains(v.Status.Members, at[n1.Name].Name) &&

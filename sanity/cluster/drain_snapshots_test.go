@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestDrainOfSnapshots: the only replica of a volume leaves its node with its snapshots, of a detached volume and of one
-// that works elsewhere; what they hold can be had from the new place when the old one is gone.
+// TestDrainOfSnapshots: the only replica of a volume leaves its node with its snapshots, for a detached volume and
+// for a volume attached elsewhere; clones read the snapshots on the new node after the loss of the old node.
 func TestDrainOfSnapshots(t *testing.T) {
 	suite.Long(t) // TestDrain moves replicas, replicas.TestEvict moves snapshots
 	c := start(t, Options{Nodes: 3})
@@ -80,7 +80,7 @@ func TestDrainOfSnapshots(t *testing.T) {
 		l.halt()
 		c.detach(t, l.name)
 
-		// Back to the middle one, and the oldest goes.
+		// The volume reverts to the middle snapshot, and the oldest snapshot is deleted.
 		c.command(t, "snapshot", "revert", l.name+"-1")
 		c.attach(t, l.name, other.Name)
 		var a api.Attachment

@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestDrain: what a node has is made elsewhere before it goes, of volumes that work and of detached ones, with several
-// replicas and with one.
+// TestDrain: a drain rebuilds a node's replicas elsewhere before their deletion, for attached and detached volumes,
+// with several replicas and with a single replica.
 func TestDrain(t *testing.T) {
 	c := start(t, Options{Nodes: 4})
 	leaving, other := c.Nodes[0], c.Nodes[1]
@@ -20,13 +20,13 @@ func TestDrain(t *testing.T) {
 	alone := on(t, c, "alone", nil, leaving)
 	far := on(t, c, "far", nil, leaving)
 	here := on(t, c, "here", nil, leaving)
-	for _, l := range []*loaded{idle, alone} { // they hold something
+	for _, l := range []*loaded{idle, alone} { // the volumes need data
 		l.attach(leaving)
 		l.works(200)
 		l.halt()
 		c.detach(t, l.name)
 	}
-	used := on(t, c, "used", nil, leaving, other) // where its engine is
+	used := on(t, c, "used", nil, leaving, other) // with the engine on the node
 	used.attach(leaving)
 	used.works(100)
 	several.attach(other)
@@ -48,7 +48,7 @@ func TestDrain(t *testing.T) {
 		})
 		t.Logf("%s: moved %v after the drain began", l.name, time.Since(began))
 	}
-	// Those that are used on it, too: nothing is left there that keeps its disk.
+	// Volumes attached on the node leave, too: no replica keeps the disk in use.
 	eventually(t, "the disk of the node is empty", func() bool {
 		var list api.ReplicaList
 		must(t, c.Objects.List(t.Context(), &list))
@@ -67,7 +67,7 @@ func TestDrain(t *testing.T) {
 	c.detach(t, "several")
 	c.detach(t, "far")
 
-	// Without the node all is there.
+	// All data exists without the node.
 	must(t, leaving.PowerOff())
 	for _, l := range []*loaded{several, idle, alone, far, here, used} {
 		l.attach(c.Nodes[3])

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// TestFaultsAtOnce: two faults that end the same process are mended one after the other.
+// TestFaultsAtOnce: the harness repairs two faults of the same process one after the other.
 func TestFaultsAtOnce(t *testing.T) {
 	c := start(t, Options{Nodes: 1})
 	n := c.Nodes[0]

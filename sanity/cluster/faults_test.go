@@ -15,7 +15,7 @@ import (
 )
 
 // TestFaults runs random schedules of faults under verified load on attached volumes, one per node: no I/O may fail,
-// nothing that was acknowledged may be lost. DROVER_SCHEDULES is how many, DROVER_SEED repeats a run.
+// and no acknowledged write may be lost. DROVER_SCHEDULES is the number of schedules, DROVER_SEED repeats a run.
 func TestFaults(t *testing.T) {
 	suite.Long(t)
 	c := start(t, Options{Nodes: 3})
@@ -87,7 +87,7 @@ func TestFaults(t *testing.T) {
 	t.Logf("volume three: members %v, %s", now.Status.Members, now.Status.Message)
 	for i, l := range all {
 		c.detach(t, l.name)
-		for k, m := range c.Nodes { // reads are the local replica's, if it is a member: all members hold the same
+		for k, m := range c.Nodes { // the local member serves reads: all members have the same data
 			if l != three && k != i {
 				continue
 			}

@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestFullDisks: a volume that is used where it has no replica waits where all its disks are full, says which those are,
-// and goes on when there is room.
+// TestFullDisks: a volume attached on a node without a replica waits while all its disks are full, names these disks,
+// and continues once the disks have room.
 func TestFullDisks(t *testing.T) {
 	c := start(t, Options{Nodes: 3, Disks: []Disk{{Size: 256 << 20}}})
 	on(t, c, "v", nil, c.Nodes[0], c.Nodes[1])
@@ -33,7 +33,7 @@ func TestFullDisks(t *testing.T) {
 		written <- err
 	}()
 	awaitVolume(t, c, "v", "full, and said where", func(v *api.Volume) bool {
-		for _, m := range c.Nodes[:2] { // perhaps one after the other
+		for _, m := range c.Nodes[:2] { // perhaps in turn
 			if !strings.Contains(v.Status.Message, m.Disks[0].Path+" of node "+m.Name) {
 				return false
 			}

@@ -18,7 +18,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// pattern is an image in which every block says which one it is.
+// pattern is an image whose bytes follow from their offsets.
 type pattern struct{ size, at int64 }
 
 func (p *pattern) Read(b []byte) (int, error) {
@@ -49,7 +49,7 @@ func (p *pattern) Seek(off int64, whence int) (int64, error) {
 	return off, nil
 }
 
-// servePattern is where an image is downloaded from.
+// servePattern serves an image over HTTP and returns the URL.
 func servePattern(t *testing.T, c *Cluster, size int64) string {
 	t.Helper()
 	ln, err := net.Listen("tcp", c.OwnerIP()+":0")
@@ -77,9 +77,9 @@ func checkPattern(t *testing.T, device string, off, n int64) {
 	}
 }
 
-// TestImageAtOnce: a volume on a node that does not have the image is attached at once, and reads what it needs from
-// the node that has it, through kills, until its own copy is there. DROVER_IMAGE says how many MiB the image has, and
-// that the times count.
+// TestImageAtOnce: a volume on a node without the image is attached at once, and reads from the node with a copy,
+// through kills, until its own node has a copy. DROVER_IMAGE is the size of the image in MiB, and makes the test
+// check the times.
 func TestImageAtOnce(t *testing.T) {
 	size := int64(256) << 20
 	text := os.Getenv("DROVER_IMAGE")
@@ -96,7 +96,7 @@ func TestImageAtOnce(t *testing.T) {
 	if img.Status.Copies[0].Node == bare.Name {
 		has, bare = bare, has
 	}
-	if size <= 256<<20 { // the way between the two is long: a copy of the whole takes its time
+	if size <= 256<<20 { // a long way between the nodes: a copy of the image takes time
 		c.Net.Between(has, bare, Link{Delay: 40 * time.Millisecond})
 	}
 
@@ -126,7 +126,7 @@ func TestImageAtOnce(t *testing.T) {
 	seen := time.Since(began)
 	t.Logf("image of %d MiB: volume made after %v, attached after %v, first read after %v; the node's own copy then: %s",
 		size>>20, made, attached, read, now)
-	const most = 1500 * time.Millisecond // where nothing else goes on
+	const most = 1500 * time.Millisecond // on an idle machine
 	if attached > most && measured {
 		t.Errorf("it took %v to attach the volume", attached)
 	}
@@ -135,14 +135,14 @@ func TestImageAtOnce(t *testing.T) {
 	}
 	must(t, bare.Kill("data"))
 	checkPattern(t, a.Status.Device, 0, 8<<20)
-	must(t, has.Kill("serve")) // it serves the image
+	must(t, has.Kill("serve")) // serve serves the image
 	has.Gone()
 	must(t, has.Serve(t.Context()))
 	checkPattern(t, a.Status.Device, size-(8<<20), 8<<20)
 	ready(t, c, "golden", 2)
 	t.Logf("the node's own copy is there after %v", time.Since(began))
 
-	// Then it needs the other node no more.
+	// Then the volume needs the other node no more.
 	eventually(t, "the volume reads its own copy", func() bool {
 		var list api.ReplicaList
 		must(t, c.Objects.List(t.Context(), &list))

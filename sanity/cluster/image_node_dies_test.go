@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// onImageOf makes a cluster in which the second node has the only copy of an image, and volumes on the image with a
-// replica there and one on the third node, where they are used. The copy to the third node is slow.
+// onImageOf makes a cluster with the only copy of an image on the second node, and volumes on the image with replicas
+// on the second and third node, attached on the third node. The copy to the third node is slow.
 func onImageOf(t *testing.T, size int64, volumes ...string) (c *Cluster, device map[string]string) {
 	t.Helper()
 	c = startAlone(t, Options{Nodes: 3})
@@ -88,8 +88,8 @@ func answered(t *testing.T, what string, done chan error) {
 	}
 }
 
-// TestImageNodeDies: the node dies that has the only copy of an image and a replica, while a read of another replica
-// waits for the image. The volume goes on without that node, and the read ends when the node is back.
+// TestImageNodeDies: the node with the only copy of an image and a replica dies, while a read of another replica
+// waits for the image. The volume continues without the node, and the read ends when the node is back.
 func TestImageNodeDies(t *testing.T) {
 	const size = int64(512) << 20
 	c, device := onImageOf(t, size, "v")
@@ -109,8 +109,8 @@ func TestImageNodeDies(t *testing.T) {
 	c.command(t, "volume", "detach", "v", "--force")
 }
 
-// TestImageServerStops: the process that serves images is away on the only node with a copy; the data process is there.
-// Reads are answered from the replica there, and the other replica stays a member.
+// TestImageServerStops: the process that serves images is away on the only node with a copy; the data process runs.
+// The replica there answers reads, and the other replica stays a member.
 func TestImageServerStops(t *testing.T) {
 	const size = int64(512) << 20
 	c, device := onImageOf(t, size, "v")
@@ -120,7 +120,7 @@ func TestImageServerStops(t *testing.T) {
 	c.Nodes[1].Gone()
 	for i := range int64(2) {
 		answered(t, "a read of the image", blockIO(device["v"], size-(4<<20)-i*(8<<20), false))
-		time.Sleep(5 * time.Second) // longer than a disk that hangs is waited for
+		time.Sleep(5 * time.Second) // longer than the wait for a hanging disk
 		must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &is))
 		if len(is.Status.Members) != 2 || is.Status.Epoch != was.Status.Epoch {
 			t.Errorf("members %v in epoch %d: %s", is.Status.Members, is.Status.Epoch, is.Status.Message)

@@ -6,8 +6,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestImageOfVolume: an image of a replicated volume is used at once on a node that has no replica of it, and outlives the
-// node that it came from.
+// TestImageOfVolume: an image of a replicated volume is used at once on a node without a replica of the volume, and
+// outlives the node with its first copy.
 func TestImageOfVolume(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	n1, n2, n3 := c.Nodes[0], c.Nodes[1], c.Nodes[2]
@@ -27,7 +27,7 @@ func TestImageOfVolume(t *testing.T) {
 	c.attach(t, v.Name, n3.Name)
 	must(t, moment.Verify(deviceOf(t, c, v.Name)))
 
-	// The node that holds its first copy is lost: the volume has one of its own by now.
+	// The node with the first copy is lost: by now the volume reads a copy on its own node.
 	eventually(t, "the volume reads its own copy", func() bool {
 		return replicasOf(t, c, "of-golden")[n3.Name].Status.Message == ""
 	})

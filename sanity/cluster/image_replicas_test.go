@@ -18,7 +18,7 @@ import (
 // Places in the image of TestReplicasOfAnImage: nothing where the load writes, then a pattern, then nothing.
 const sparseFrom, sparseTo, sparseSize = int64(16 << 20), int64(32 << 20), int64(256 << 20)
 
-// serveSparse is where it is downloaded from.
+// serveSparse serves the image over HTTP and returns the URL.
 func serveSparse(t *testing.T, c *Cluster) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "golden.img")
@@ -39,9 +39,9 @@ func serveSparse(t *testing.T, c *Cluster) string {
 	return src.URL + "/golden.img"
 }
 
-// TestReplicasOfAnImage: a replica of a volume with an image is lost, and another one is made where the image was not:
-// it comes along, as sparse as it was, and with the same checksum. All replicas crash at once, and the volume goes on;
-// all current ones are lost, and one that is old is salvaged, over its image.
+// TestReplicasOfAnImage: a replica of a volume with an image is lost, and another replica is placed on a node without
+// the image: the image is copied there, as sparse as before, and with the same checksum. Both members crash at once,
+// and the volume continues; all current replicas are lost, and a salvage takes a stale replica, over its image.
 func TestReplicasOfAnImage(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	n := c.Nodes
@@ -76,7 +76,7 @@ func TestReplicasOfAnImage(t *testing.T) {
 	holds()
 	l.works(100)
 
-	// One of two is lost for good.
+	// A node of two is lost for good.
 	must(t, c.Set(t.Context(), "replica-replenishment-wait-interval", "1"))
 	must(t, n[1].PowerOff())
 	eventually(t, "another replica takes its place, with the image", func() bool {
@@ -85,7 +85,7 @@ func TestReplicasOfAnImage(t *testing.T) {
 		r, is := replicasOf(t, c, "v")[n[2].Name]
 		return is && len(v.Status.Members) == 2 && v.Status.Robustness == api.RobustHealthy && r.Status.Message == ""
 	})
-	must(t, c.Set(t.Context(), "replica-replenishment-wait-interval", "600")) // a node that is slow is not lost
+	must(t, c.Set(t.Context(), "replica-replenishment-wait-interval", "600")) // a slow node is not lost
 	l.works(50)
 	l.halt()
 	holds()
@@ -105,7 +105,7 @@ func TestReplicasOfAnImage(t *testing.T) {
 	must(t, n[1].Serve(t.Context()))
 	settled(t, c, "v", n[0].Name, n[2].Name)
 
-	// Both crash at once, their machines go on: so does the volume.
+	// Both members crash at once, and the machines keep running: the volume continues.
 	l.attach(n[1])
 	l.works(50)
 	must(t, n[0].Kill("data"))
@@ -115,7 +115,7 @@ func TestReplicasOfAnImage(t *testing.T) {
 	l.halt()
 	holds()
 
-	// All that is current is lost: what is left is salvaged.
+	// All current replicas are lost: a salvage takes the stale replica.
 	must(t, c.Set(t.Context(), "all-replicas-lost-timeout", "2"))
 	mark := l.load.Mark()
 	must(t, n[0].PowerOff())

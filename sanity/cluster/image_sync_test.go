@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestImageSync: a copy from another node that fails is told, with its reason, and tried again until it succeeds; an
-// image that is deleted while it travels leaves nothing behind.
+// TestImageSync: the image reports a failed copy from another node, with the reason, and the copy is tried again
+// until success; an image deleted during a copy leaves nothing behind.
 func TestImageSync(t *testing.T) {
 	c := start(t, Options{Nodes: 2})
 	has, bare := c.Nodes[0], c.Nodes[1]
@@ -74,7 +74,7 @@ func TestImageSync(t *testing.T) {
 		eventually(t, "nothing of the image is on "+m.Name, func() bool { return len(files(m)) == 0 })
 	}
 
-	// Deleted on its way.
+	// Deleted during the copy.
 	c.command(t, "image", "import", servePattern(t, c, 512<<20), "--name", "large")
 	if ready(t, c, "large", 1).Status.Copies[0].Node == bare.Name {
 		has, bare = bare, has

@@ -7,9 +7,9 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestNoIOFailsWhileEachProcessIsKilled kills every kind of process after another under verified load on a volume with
-// three replicas: data of the engine's node and of the others, the node roles, a controller, the API server, all of a
-// node. No I/O fails, and all replicas are members again after each. DROVER_ROUNDS is how many rounds.
+// TestNoIOFailsWhileEachProcessIsKilled kills processes of every kind in turn under verified load on a volume with
+// three replicas: data of the engine's node and of other nodes, the node roles, a controller, the API server, all of
+// a node. No I/O fails, and all replicas are members again after each kill. DROVER_ROUNDS is the number of rounds.
 func TestNoIOFailsWhileEachProcessIsKilled(t *testing.T) {
 	rounds := suite.Count(t, "DROVER_ROUNDS", 1, 10)
 	c := startAlone(t, Options{Nodes: 3, Controllers: 1})
@@ -25,7 +25,7 @@ func TestNoIOFailsWhileEachProcessIsKilled(t *testing.T) {
 	var turns []turn
 	nodes := c.Nodes
 	if !suite.All() {
-		nodes = c.Nodes[:2] // the engine's and one of another replica
+		nodes = c.Nodes[:2] // the engine's and another member's
 	}
 	for _, m := range nodes {
 		turns = append(turns, turn{"data on " + m.Name, m, []string{"data"}}, turn{"serve on " + m.Name, m, []string{"serve"}},
@@ -39,12 +39,12 @@ func TestNoIOFailsWhileEachProcessIsKilled(t *testing.T) {
 			must(t, k.m.Kill(k.roles...))
 			switch {
 			case k.m == c.Control:
-				// Without the API server no member can be dropped: I/O that meets one which is slow to answer waits for
-				// it.
+				// Without the API server the engine can drop no member: I/O waits for a slow member.
 				if !l.worksWithin(20*time.Second, 5) {
 					t.Logf("round %d: I/O waits for the API server", round+1)
 				}
-			case len(k.roles) == 1: // where both are gone on the engine's node, nobody starts data before serve is there
+			// After a kill of both on the engine's node, only the next serve starts data.
+			case len(k.roles) == 1:
 				l.works(5)
 			}
 			if k.roles[0] == "serve" {

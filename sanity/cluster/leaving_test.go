@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestAttachedBeforeItMoved: a replica that is to move to another disk of its node, and whose volume is attached before
-// it did, moves while the volume works, with its snapshot.
+// TestAttachedBeforeItMoved: a replica is to move to another disk of its node, and the volume is attached before the
+// move. The replica moves with its snapshot while the volume works.
 func TestAttachedBeforeItMoved(t *testing.T) {
 	c := start(t, Options{Nodes: 1, Disks: []Disk{{Tags: []string{"near"}}, {Tags: []string{"far"}}}})
 	n := c.Nodes[0]
@@ -56,7 +56,7 @@ func TestAttachedBeforeItMoved(t *testing.T) {
 	l.works(50)
 	l.halt()
 	c.detach(t, "v")
-	must(t, n.Disks[0].Remove()) // nothing of it is needed
+	must(t, n.Disks[0].Remove()) // the volume needs nothing there
 	l.attach(n)
 	l.works(20)
 	l.halt()
@@ -67,8 +67,8 @@ func TestAttachedBeforeItMoved(t *testing.T) {
 	c.detach(t, "of-then")
 }
 
-// TestStrictLocalStays: a strict-local volume that is used on a node which is drained stays, the user is told why, and
-// it goes once it is detached.
+// TestStrictLocalStays: a strict-local volume attached on a drained node stays, the user reads the reason, and the
+// volume moves once detached.
 func TestStrictLocalStays(t *testing.T) {
 	c := start(t, Options{Nodes: 2})
 	n := c.Nodes[0]
@@ -101,8 +101,7 @@ func TestStrictLocalStays(t *testing.T) {
 	c.detach(t, "v")
 }
 
-// TestDeadDisk: a disk that is gone for good can be taken away once its replicas have been made anew elsewhere, and not
-// before.
+// TestDeadDisk: a user can remove a lost disk once its replicas are rebuilt elsewhere.
 func TestDeadDisk(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	n := c.Nodes

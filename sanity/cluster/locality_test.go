@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// on makes a volume whose replicas are on some nodes, and may go anywhere later.
+// on makes a volume whose replicas are on some nodes, free to move anywhere later.
 func on(t *testing.T, c *Cluster, name string, change func(*api.VolumeSpec), nodes ...*Machine) *loaded {
 	t.Helper()
 	v := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, NumberOfReplicas: int32(len(nodes))}}
@@ -30,7 +30,7 @@ func on(t *testing.T, c *Cluster, name string, change func(*api.VolumeSpec), nod
 	return &loaded{t: t, c: c, name: name, load: NewLoad(64<<20, 16<<20)}
 }
 
-// nodesOf are the nodes that have a replica of a volume.
+// nodesOf lists the nodes with a replica of a volume.
 func nodesOf(t *testing.T, c *Cluster, volume string) (nodes []string) {
 	for n := range replicasOf(t, c, volume) {
 		nodes = append(nodes, n)
@@ -39,8 +39,8 @@ func nodesOf(t *testing.T, c *Cluster, volume string) (nodes []string) {
 	return nodes
 }
 
-// TestLocality: with best-effort a replica follows to the node that uses the volume, under load, and another one goes; a
-// strict-local volume is used nowhere but where its data is.
+// TestLocality: with best-effort a replica follows the volume to the attached node, under load, and another replica
+// is deleted; a strict-local volume attaches only on the node with its data.
 func TestLocality(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	n1, n2, n3 := c.Nodes[0], c.Nodes[1], c.Nodes[2]
@@ -58,7 +58,7 @@ func TestLocality(t *testing.T) {
 		}
 	}
 
-	// Two replicas elsewhere, then one of them here.
+	// Two replicas elsewhere, then a replica here.
 	two := on(t, c, "two", local("best-effort"), n1, n2)
 	two.attach(n3)
 	two.works(100)
@@ -73,7 +73,7 @@ func TestLocality(t *testing.T) {
 	two.works(100)
 	isLocal("two", was...)
 
-	// One, with a snapshot: all of it moves, and is read without the node where it was.
+	// A single replica, with a snapshot: both move, and a clone reads the snapshot on the new node.
 	one := on(t, c, "one", local("best-effort"), n1)
 	one.attach(n1)
 	one.works(200)
@@ -102,7 +102,7 @@ func TestLocality(t *testing.T) {
 	must(t, moment.Verify(a.Status.Device))
 	c.detach(t, "of-then")
 
-	// Where the node takes none, it is told and nothing else is tried.
+	// The node takes no replica: the condition says why, and no other node gets a replica.
 	var n api.Node
 	n.Name = n3.Name
 	edit(t, c, &n, func(n *api.Node) { n.Spec.Schedulable = new(bool) })

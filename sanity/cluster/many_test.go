@@ -19,9 +19,9 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestManyVolumes makes volumes with three replicas on images, attaches a tenth of them on all nodes, and has a node die
-// and come back while they are written: what was missed travels, and nothing else. In the end all is deleted, and
-// nothing is left. DROVER_MANY is how many volumes (`make test-many`: 250).
+// TestManyVolumes makes volumes with three replicas on images, attaches a tenth of the volumes on two nodes, and the
+// third node dies and returns under writes: no rebuild is a full rebuild. In the end all objects are deleted, and
+// nothing is left on the disks. DROVER_MANY is the number of volumes (`make test-many`: 250).
 func TestManyVolumes(t *testing.T) {
 	many := suite.Count(t, "DROVER_MANY", 0, 50)
 	if many == 0 {

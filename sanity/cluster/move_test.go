@@ -14,7 +14,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// metric is the value of a series of a machine's metrics, such as `drover_volume_members{volume="v"`: what it begins with.
+// metric is the value of a machine's metric whose line begins with series, such as
+// `drover_volume_members{volume="v"`.
 func (c *Cluster) metric(t *testing.T, m *Machine, series string) (value float64) {
 	t.Helper()
 	eventually(t, series+" on "+m.Name, func() bool {
@@ -38,9 +39,9 @@ func (c *Cluster) metric(t *testing.T, m *Machine, series string) (value float64
 	return value
 }
 
-// TestRollingRestart restarts the nodes one after another while a volume with three replicas works: those without the
-// engine as machines, that of the engine by its processes, as an upgrade does. No I/O fails, and what a replica missed
-// travels, nothing else.
+// TestRollingRestart restarts the nodes in turn while a volume with three replicas works: nodes without the engine as
+// machines, the engine's node by its processes, as an upgrade does. No I/O fails, and rebuilds copy only regions with
+// missed writes.
 func TestRollingRestart(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	const size = 512 << 20
@@ -70,7 +71,7 @@ func TestRollingRestart(t *testing.T) {
 	eventually(t, "two rebuilds are counted", func() bool { _, d, _, _ := counted(); return d-d0 >= 2 })
 	f1, d1, c1, s1 := counted()
 	t.Logf("compared %.1f MiB, sent %.1f MiB, of %d MiB twice", (c1-c0)/(1<<20), (s1-s0)/(1<<20), size>>20)
-	// The load writes to 16 MiB, which is a region. On a busy machine one that is slow comes back once more.
+	// The load writes to 16 MiB, which is a region. On a busy machine a slow member returns once more.
 	if f1 != f0 || d1-d0 < 2 || c1-c0 == 0 || c1-c0 > (d1-d0+1)*(64<<20) || s1-s0 > c1-c0 {
 		t.Errorf("rebuilds: full %v, delta %v, compared %v, sent %v", f1-f0, d1-d0, c1-c0, s1-s0)
 	}
@@ -94,9 +95,9 @@ func TestRollingRestart(t *testing.T) {
 	}
 }
 
-// TestTakenOver cuts the node of an engine off from all others. Its volume is taken away by force and works on another
-// node; what was acknowledged is there. When the first node is back, it has not acknowledged anything more, its I/O
-// fails, and its replica holds in the end what the others hold.
+// TestTakenOver cuts the engine's node off from all other machines. A forced detach takes the volume away, and the
+// volume works on another node, with every acknowledged write. Back again, the first engine has acknowledged no more
+// writes, its I/O fails, and in the end all replicas have the same data.
 func TestTakenOver(t *testing.T) {
 	c := startAlone(t, Options{Nodes: 3})
 	l := newLoaded(t, c, "v", 64<<20, 3)
@@ -104,7 +105,7 @@ func TestTakenOver(t *testing.T) {
 	awaitVolume(t, c, "v", "healthy", whole)
 	l.works(200)
 	c.Net.Isolate(c.Nodes[0], c.Machines()...)
-	// What was on its way is over by then, also where processes get little time.
+	// I/O in progress has ended by then, also on a busy machine.
 	eventually(t, "I/O stands still", func() bool { return l.load.Idle() > 10*time.Second })
 	i, acked := l.load.Before(), l.load.Writes()
 	began := time.Now()
@@ -119,7 +120,7 @@ func TestTakenOver(t *testing.T) {
 		t.Fatalf("attached to %s", a.Spec.Node)
 	}
 	must(t, i.Verify(a.Status.Device))
-	for n := range second.load.blocks { // it goes on from what it finds
+	for n := range second.load.blocks { // the second load continues from the blocks found
 		seen := i.acked[n]
 		second.load.blocks[n] = blockState{issued: seen, acked: seen, seen: seen}
 	}

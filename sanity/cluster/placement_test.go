@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// replicasOf are the replicas of a volume that stay, by node.
+// replicasOf lists the undeleted replicas of a volume, by node.
 func replicasOf(t *testing.T, c *Cluster, volume string) map[string]api.Replica {
 	t.Helper()
 	var list api.ReplicaList
@@ -39,7 +39,7 @@ func awaitVolume(t *testing.T, c *Cluster, name, what string, ok func(*api.Volum
 	return v
 }
 
-// edit changes an object as kubectl edit would: anew where its status changed meanwhile.
+// edit changes an object as kubectl edit would: again after a conflict.
 func edit[X any, T interface {
 	*X
 	client.Object
@@ -50,8 +50,8 @@ func edit[X any, T interface {
 	*obj = *now
 }
 
-// settled waits until a volume has its replicas on the nodes, and all of them are members. The object of a replica may go
-// after the volume's own last change.
+// settled waits until a volume has its replicas on the nodes, and all replicas are members. The object of a replica
+// may be deleted after the volume's own last change.
 func settled(t *testing.T, c *Cluster, name string, nodes ...string) *api.Volume {
 	t.Helper()
 	eventually(t, "the replicas of "+name+" are where they belong", func() bool {
@@ -62,10 +62,10 @@ func settled(t *testing.T, c *Cluster, name string, nodes ...string) *api.Volume
 	})
 }
 
-// eventually waits for what has no event of its own.
+// eventually polls a state without an event.
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	tick := time.NewTicker(200 * time.Millisecond) // each look costs the API server of the cluster some requests
+	tick := time.NewTicker(200 * time.Millisecond) // each poll costs the API server of the cluster some requests
 	defer tick.Stop()
 	for ctx := soon(t); !ok(); {
 		select {
@@ -76,8 +76,8 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// TestReplicasAreApart: the replicas of a volume are on different nodes and zones, as many as it wants; fewer go where
-// they are whole, and one that is lost is replaced.
+// TestReplicasAreApart: the replicas of a volume are on different nodes and zones, as many as wanted; a smaller count
+// deletes replicas of a healthy volume, and another replica takes the place of a lost replica.
 func TestReplicasAreApart(t *testing.T) {
 	c := start(t, Options{Nodes: 4})
 	for i, zone := range []string{"east", "east", "west", "north"} {
@@ -94,7 +94,7 @@ func TestReplicasAreApart(t *testing.T) {
 		t.Errorf("the replicas are not in three zones: %v", on)
 	}
 
-	// A class of its own: more replicas than zones is a wish, more than nodes cannot be.
+	// More replicas than zones are a wish by default; more replicas than nodes are impossible.
 	five := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, NumberOfReplicas: 5}}
 	five.Name = "five"
 	must(t, c.Objects.Create(t.Context(), five))
@@ -121,7 +121,7 @@ func TestReplicasAreApart(t *testing.T) {
 	}
 	eventually(t, "the third replica goes", func() bool { return len(replicasOf(t, c, "v")) == 2 })
 
-	// A node is lost: another takes its place, on a node that had none.
+	// A node is lost: another replica takes the place, on a node without a replica.
 	must(t, c.Set(t.Context(), "replica-replenishment-wait-interval", "1"))
 	on = replicasOf(t, c, "v")
 	for _, m := range c.Nodes {

@@ -16,9 +16,10 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestPowerLoss cuts the power of machines at random, with a loss of all that was not synced, under verified load on
-// volumes with three replicas: of a node with replicas, of one with an engine, of all at once. What was flushed is there
-// afterwards, and every node's replica holds the same. DROVER_POWER is how many schedules, DROVER_SEED which.
+// TestPowerLoss cuts the power of machines at random, with a loss of all unsynced data, under verified load on
+// volumes with three replicas: of a node with replicas, of a node with an engine, of all nodes at once. Afterwards
+// each volume has the flushed data, and every node's replica has the same data. DROVER_POWER is the number of
+// schedules, DROVER_SEED repeats a run.
 func TestPowerLoss(t *testing.T) {
 	n := suite.Count(t, "DROVER_POWER", 1, 10)
 	seed := suite.Seed(t)
@@ -44,7 +45,7 @@ func TestPowerLoss(t *testing.T) {
 	t.Logf("%d schedules in %v", n, time.Since(began))
 }
 
-// powerSchedule cuts the power of some machines, turns them on again, and looks at what the volumes hold.
+// powerSchedule cuts the power of some machines, turns the machines on again, and checks the volumes.
 func (c *Cluster) powerSchedule(t *testing.T, r *rand.Rand, all []*loaded, i int) {
 	t.Helper()
 	for _, l := range all {
@@ -77,7 +78,7 @@ func (c *Cluster) powerSchedule(t *testing.T, r *rand.Rand, all []*loaded, i int
 	}
 	away := time.Duration(r.IntN(6000)) * time.Millisecond
 	t.Logf("schedule %d: power of %v is cut for %v", i, names, away)
-	time.Sleep(away) // a fault lasts as long as it lasts
+	time.Sleep(away) // the time without power
 	if len(c.Control.Pids("serve")) == 0 {
 		must(t, c.Control.Serve(t.Context()))
 		must(t, c.connect())
@@ -98,11 +99,11 @@ func (c *Cluster) powerSchedule(t *testing.T, r *rand.Rand, all []*loaded, i int
 	}
 }
 
-// afterPower waits until a volume works again. One whose engine lost its power is attached anew by its node.
+// afterPower waits until a volume works again. After a power loss of the engine, the node attaches the volume again.
 func (c *Cluster) afterPower(t *testing.T, l *loaded, lost bool) error {
 	if lost {
 		l.stop()
-		<-l.ended // its device is gone: an error, or what it had just done
+		<-l.ended // the device is gone: an error, or the end of the last request
 		a, err := await.Until(soon(t), c.Objects, l.name, func(a *api.Attachment) (bool, error) {
 			return a.Status.Ready && a.Status.Epoch > l.epoch, nil
 		})
@@ -128,7 +129,7 @@ func (c *Cluster) afterPower(t *testing.T, l *loaded, lost bool) error {
 	if err != nil {
 		return fmt.Errorf("volume %s is not whole again: %w: %+v", l.name, err, v)
 	}
-	// It moves on: the next node's engine reads what that node's replica holds.
+	// The volume moves on: the next node's engine reads from the next node's replica.
 	l.halt()
 	c.detach(t, l.name)
 	for k, m := range c.Nodes {

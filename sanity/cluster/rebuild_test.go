@@ -11,12 +11,12 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestRebuildInterrupted: a replica that is made from two others under load becomes whole whatever happens meanwhile:
-// its node's data process is killed, that of the engine's, its machine is off for a while, the volume grows, somebody
-// deletes its object. A detached volume that is being made whole is attached at once.
+// TestRebuildInterrupted: a rebuild from two members under load survives every interruption: kills of the data
+// processes of the replica and of the engine, a power-off of the replica's machine, an expansion, a deletion of the
+// replica's object. A detached volume is attached at once during a rebuild.
 func TestRebuildInterrupted(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
-	const size, rest = 96 << 20, 16 << 20 // the load has what is before the rest
+	const size, rest = 96 << 20, 16 << 20 // the load writes below rest
 	l := on(t, c, "v", func(s *api.VolumeSpec) { s.Size = size }, c.Nodes[0], c.Nodes[1])
 	l.load = NewLoad(size, rest)
 	l.attach(c.Nodes[0])
@@ -28,7 +28,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	must(t, err)
 	must(t, f.Close())
 
-	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "2")) // it takes 40 s
+	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "2")) // the rebuild takes 40 s
 	n3 := c.Nodes[2]
 	third := func() api.Replica { return replicasOf(t, c, "v")[n3.Name] }
 	underWay := func(what string) {
@@ -64,7 +64,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	eventually(t, "another one is made", func() bool { now := third(); return now.Name != "" && now.Name != r.Name })
 	underWay("of another replica")
 	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "0"))
-	kill(t, n3, "data") // it begins again, without a limit
+	kill(t, n3, "data") // the rebuild begins again, without a limit
 	grown := func(v *api.Volume) bool { return whole(v) && v.Status.Size == 128<<20 }
 	awaitVolume(t, c, "v", "whole", grown)
 	l.works(50)
@@ -72,7 +72,7 @@ func TestRebuildInterrupted(t *testing.T) {
 	checkPattern(t, l.device, rest, size-rest)
 	c.detach(t, "v")
 
-	// Nobody uses it, and the third replica is gone.
+	// The volume is detached, and the third replica is gone.
 	must(t, c.Set(t.Context(), "replica-copy-rate-limit", "4"))
 	r = third()
 	edit(t, c, &api.Volume{ObjectMeta: metav1.ObjectMeta{Name: "v"}}, func(v *api.Volume) { v.Spec.NumberOfReplicas = 2 })
@@ -84,13 +84,13 @@ func TestRebuildInterrupted(t *testing.T) {
 		return v.Status.EngineNode != "" && len(v.Status.Members) == 2
 	})
 	began := time.Now()
-	for _, m := range c.Nodes { // wherever it is used
+	for _, m := range c.Nodes { // on each node in turn
 		l.attach(m)
 		t.Logf("attached to %s after %v", m.Name, time.Since(began))
 		l.works(20)
 		l.halt()
 		checkPattern(t, l.device, rest, size-rest)
-		must(t, c.Set(t.Context(), "replica-copy-rate-limit", "0")) // for those that begin from now on
+		must(t, c.Set(t.Context(), "replica-copy-rate-limit", "0")) // for rebuilds from now on
 		c.detach(t, "v")
 		began = time.Now()
 	}

@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestReplicasAreAddedUnderLoad: a volume that is used where its only replica is gets more of them while it works, also
-// over kills of its data process; and fewer.
+// TestReplicasAreAddedUnderLoad: a volume attached on the node of its only replica gets more replicas while the
+// volume works, also over kills of the data process; and fewer.
 func TestReplicasAreAddedUnderLoad(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	l := on(t, c, "grows", nil, c.Nodes[0])
@@ -51,7 +51,7 @@ func TestReplicasAreAddedUnderLoad(t *testing.T) {
 	c.detach(t, "grows")
 	must(t, c.Nodes[0].PowerOff())
 	instants := map[string]*Instant{"before": before, "between": between}
-	for name := range instants { // nobody knows yet that the node is lost: it may be chosen for them
+	for name := range instants { // the planner may still choose the lost node for the clones
 		v := &api.Volume{Spec: api.VolumeSpec{Size: 64 << 20, NumberOfReplicas: 1, DataSource: "snap://grows/" + name}}
 		v.Name = "of-" + name
 		must(t, c.Objects.Create(t.Context(), v))
@@ -70,8 +70,8 @@ func TestReplicasAreAddedUnderLoad(t *testing.T) {
 	c.detach(t, "grows")
 }
 
-// TestReplicaDeletedByHand: the object of a replica that holds what a volume is made of can be deleted, and nothing is
-// lost: another one takes its place first.
+// TestReplicaDeletedByHand: a user deletes the object of a replica that a volume needs, and no data is lost: another
+// replica first takes the place.
 func TestReplicaDeletedByHand(t *testing.T) {
 	c := start(t, Options{Nodes: 2})
 	idle := on(t, c, "idle", nil, c.Nodes[0])

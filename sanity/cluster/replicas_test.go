@@ -10,7 +10,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// loaded is a volume that is attached and works.
+// loaded is an attached volume under load.
 type loaded struct {
 	t      *testing.T
 	c      *Cluster
@@ -33,7 +33,7 @@ func newLoaded(t *testing.T, c *Cluster, name string, size int64, replicas int32
 	return &loaded{t: t, c: c, name: name, load: NewLoad(size, 16<<20)}
 }
 
-// attach has the volume on a node, checks what it holds, and begins the load.
+// attach attaches the volume to a node, checks the content, and begins the load.
 func (l *loaded) attach(m *Machine) {
 	l.t.Helper()
 	l.c.attach(l.t, l.name, m.Name)
@@ -106,7 +106,7 @@ func (l *loaded) worksWithin(limit time.Duration, n int64) bool {
 	return true
 }
 
-// TestLostMember: what the engine knows the API tells within seconds, for a volume that works and for one that is idle.
+// TestLostMember: the API reports a member lost by the engine within two minutes, for a busy and for an idle volume.
 func TestLostMember(t *testing.T) {
 	c := startAlone(t, Options{Nodes: 3})
 	busy := newLoaded(t, c, "busy", 64<<20, 3)

@@ -10,9 +10,8 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestReturn tells how long a volume takes to be whole again, from the moment that its node can be reached again: after
-// a cut of the network, a process that stood still, and a machine that was off. How long that is may not depend on how
-// long the node was away.
+// TestReturn logs how long a volume takes to become healthy again after its node is reachable again: after a cut of
+// the network, a frozen process, and a machine that was off. The time should not depend on the length of the absence.
 func TestReturn(t *testing.T) {
 	suite.Long(t)
 	c := start(t, Options{Nodes: 3})

@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// TestRoles: the roles of a node can be in one process with the controller, or each in one of its own.
+// TestRoles: the roles of a node run in the controller's process, or in separate processes.
 func TestRoles(t *testing.T) {
 	c := start(t, Options{Nodes: 1, AllRoles: true})
 	m, err := c.machine("apart", 50)
@@ -29,7 +29,7 @@ func TestRoles(t *testing.T) {
 	out, err := data.StdoutPipe()
 	must(t, err)
 	must(t, data.Start())
-	defer func() { _ = data.Wait() }() // it ends with its machine
+	defer func() { _ = data.Wait() }() // the process ends with the machine
 	defer func() { _ = m.Signal(syscall.SIGKILL) }()
 	ready := false
 	for lines := bufio.NewScanner(out); !ready && lines.Scan(); {
@@ -55,7 +55,7 @@ func TestRoles(t *testing.T) {
 		c.detach(t, v.Name)
 	}
 
-	// All have a certificate of the one authority, those of a machine in two processes two.
+	// Every process has a certificate of the same authority; the machine with two processes has two.
 	eventually(t, "every process has a certificate", func() bool {
 		var certs api.NodeCertificateList
 		must(t, c.Objects.List(t.Context(), &certs))

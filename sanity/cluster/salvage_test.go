@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestSalvage: where all current replicas are lost, the volume waits; one that is old is taken only when somebody asks
-// for that, and what comes back later is made like it.
+// TestSalvage: a volume without a current replica waits; only a user's salvage takes a stale replica, and a replica
+// that returns later is resynced from the salvaged replica.
 func TestSalvage(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	l := newLoaded(t, c, "v", 64<<20, 2)
@@ -53,7 +53,7 @@ func TestSalvage(t *testing.T) {
 	must(t, old.PowerOn())
 	must(t, old.Serve(t.Context()))
 
-	// It does not come back by itself: what is current is not there.
+	// The volume does not attach: no current replica exists.
 	out, err := exec.CommandContext(t.Context(), program, "volume", "attach", "v", "--node", user.Name, "--kubeconfig",
 		c.Kubeconfig, "--timeout", "8s").CombinedOutput()
 	if err == nil {
@@ -80,11 +80,11 @@ func TestSalvage(t *testing.T) {
 	must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: "v"}, &a))
 	l.device = a.Status.Device
 	l.load.Rewind(mark)
-	must(t, l.load.Verify(l.device, true)) // as it was when the old one was current, or later
+	must(t, l.load.Verify(l.device, true)) // as of the old replica's last current state, or later
 	l.begin()
 	l.works(100)
 
-	// The one that had more comes back, and is made like the one that was salvaged.
+	// The replica with newer writes returns, and is resynced from the salvaged replica.
 	must(t, last.PowerOn())
 	must(t, last.Serve(t.Context()))
 	awaitVolume(t, c, "v", "whole", func(v *api.Volume) bool { return v.Status.Robustness == api.RobustHealthy })

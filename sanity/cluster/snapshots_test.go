@@ -19,9 +19,9 @@ func whole(v *api.Volume) bool {
 	return len(v.Status.Members) == 3 && v.Status.Robustness == api.RobustHealthy
 }
 
-// TestSnapshotsOfThree takes snapshots of a volume with three replicas under verified load, while data processes are
-// killed at random moments of the cut. Each holds, on every node, all that was acknowledged before it was asked for,
-// and nothing that was issued after it was there; each is read back from a clone, on each node.
+// TestSnapshotsOfThree takes snapshots of a volume with three replicas under verified load, with kills of data
+// processes at random moments of the cut. Each snapshot has, on every node, all writes acknowledged before the
+// request, and no write issued after the snapshot was ready; clones on each node read each snapshot back.
 func TestSnapshotsOfThree(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	seed := suite.Seed(t)
@@ -93,7 +93,7 @@ func TestSnapshotsOfThree(t *testing.T) {
 		clone.Name = "of-" + name
 		must(t, c.Objects.Create(t.Context(), clone))
 		awaitVolume(t, c, clone.Name, "made", func(v *api.Volume) bool { return len(v.Status.Members) == 3 })
-		for _, m := range c.Nodes { // reads are those of the node's own replica
+		for _, m := range c.Nodes { // the node's own replica serves the reads
 			c.attach(t, clone.Name, m.Name)
 			must(t, c.Objects.Get(t.Context(), client.ObjectKey{Name: clone.Name}, &a))
 			if err := i.Verify(a.Status.Device); err != nil {
@@ -104,8 +104,8 @@ func TestSnapshotsOfThree(t *testing.T) {
 	}
 }
 
-// TestSnapshotOfALostEngine has the power of the engine's machine cut in the middle of a snapshot. The volume is attached
-// elsewhere; the snapshot is there then, and the same on those that are left.
+// TestSnapshotOfALostEngine powers the engine's machine off in the middle of a snapshot. The volume is attached
+// elsewhere; then the snapshot exists, with the same data on the remaining nodes.
 func TestSnapshotOfALostEngine(t *testing.T) {
 	c := start(t, Options{Nodes: 3})
 	r := rand.New(rand.NewPCG(suite.Seed(t), 3))
@@ -128,7 +128,7 @@ func TestSnapshotOfALostEngine(t *testing.T) {
 	timer := time.NewTimer(time.Duration(r.IntN(30)) * time.Millisecond)
 	<-timer.C
 	must(t, c.Nodes[0].PowerOff())
-	<-ended // its device is gone
+	<-ended // the device is gone
 	load.After(i)
 	must(t, c.Objects.Delete(t.Context(), &a))
 	awaitVolume(t, c, "v", "detached", func(v *api.Volume) bool { return v.Status.State == api.VolumeDetached })

@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/block/wire"
 )
 
-// TestLayersOfAnImageOnAThirdNode: with the certificate of a node that has no copy of an image nobody reads a layer of it
-// from a node that has one; once that node is to have a copy it gets one.
+// TestLayersOfAnImageOnAThirdNode: a client with the certificate of a node without a copy of an image reads no layer
+// of the image from a node with a copy. Once the image is to have a copy on the node, the reads succeed.
 func TestLayersOfAnImageOnAThirdNode(t *testing.T) {
 	c := start(t, Options{Nodes: 2})
 	has, bare := c.Nodes[0], c.Nodes[1]

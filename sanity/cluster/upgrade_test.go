@@ -17,9 +17,10 @@ import (
 	"drover.io/drover/sanity/released"
 )
 
-// TestRollingUpgradeFromReleasedBinary upgrades a cluster of the released version as docs/operations.md says, the control
-// machine first and then the nodes in turn, under verified load on a volume with three replicas: no I/O fails, while
-// engine and members are of two versions, and the volume is healthy in the end, with the same content on all nodes.
+// TestRollingUpgradeFromReleasedBinary upgrades a cluster of the released version as docs/operations.md says, the
+// control machine first and then the nodes in turn, under verified load on a volume with three replicas: no I/O
+// fails, while engine and members are of two versions, and the volume is healthy in the end, with the same content on
+// all nodes.
 func TestRollingUpgradeFromReleasedBinary(t *testing.T) {
 	t.Parallel()
 	suite.System(t)
@@ -81,7 +82,8 @@ func TestRollingUpgradeFromReleasedBinary(t *testing.T) {
 	}
 }
 
-// anyDisk has the API server of a released version take any disk, however full, as Start does for the present one.
+// anyDisk makes the API server of a released version take any disk, however full, as Start does for the present
+// version.
 func anyDisk(t *testing.T, c *Cluster) {
 	t.Helper()
 	cfg, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
