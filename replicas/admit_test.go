@@ -56,9 +56,9 @@ func (o *other) asks(r *api.Replica) *peer.Member {
 	return m
 }
 
-// TestThirdNodeIsRefused: a node that has neither the engine nor a replica nor an attachment of a volume neither learns
-// what a replica is, nor is adopted by it, whatever epoch it names. One that has a replica learns what another one is,
-// and is not adopted. The engine's device goes on, and the volume stays healthy.
+// TestThirdNodeIsRefused: a node without engine, replica and attachment of a volume may not probe a replica of the
+// volume, and no replica adopts a session of the node, whatever epoch the node names. The node of another replica may
+// probe. The engine's device continues, and the volume stays healthy.
 func TestThirdNodeIsRefused(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -86,7 +86,7 @@ func TestThirdNodeIsRefused(t *testing.T) {
 		if err := b.asks(r).Adopt(w.ctx, at, 1<<40, []string{string(r.Spec.UID)}); !api.Is(err, api.Denied) {
 			t.Errorf("a third node takes the replica over in epoch %d of %d: %v", at, epoch, err)
 		}
-		// Past the first door: the second one asks for itself.
+		// Past the first check: the second check asks the API, too.
 		if err := c.data.remote.AllowSession(w.ctx, "b", string(r.Spec.UID), string(r.Spec.VolumeUID), at); err == nil ||
 			at <= epoch && !api.Is(err, api.Denied) {
 			t.Errorf("the session of a third node is allowed in epoch %d of %d: %v", at, epoch, err)
@@ -110,8 +110,8 @@ func TestThirdNodeIsRefused(t *testing.T) {
 	}
 }
 
-// TestResumesWithoutTheAPI: a replica whose process was restarted, and cannot ask the API, takes the node's engine back
-// whose session it had adopted, and no other one.
+// TestResumesWithoutTheAPI: after a restart without the API, a replica's process admits the engine whose session the
+// replica had adopted, and no other engine.
 func TestResumesWithoutTheAPI(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -164,8 +164,8 @@ func TestResumesWithoutTheAPI(t *testing.T) {
 	w.detachFrom("v")
 }
 
-// TestServesBeforeTheAPIAnswers: a data process that was restarted while the API is away, and waits for the API with
-// its loops, opens replicas for the engine that it knows from the record.
+// TestServesBeforeTheAPIAnswers: a data process restarted while the API is away, with reconcilers that wait for the
+// API, opens replicas for the engine in the record.
 func TestServesBeforeTheAPIAnswers(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -230,7 +230,7 @@ func TestServesBeforeTheAPIAnswers(t *testing.T) {
 	}
 }
 
-// silent is the way to an API server that answers nothing until it is released.
+// silent is the way to an API server without answers, until released.
 type silent struct {
 	http.RoundTripper
 	released chan struct{}

@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/block/wire"
 )
 
-// TestDiskMovesToAnotherNode: a disk that is taken out of one machine and put into another is used there, with what is on
-// it and with its settings, as soon as the former node says that it is gone; not while a volume on it is attached.
+// TestDiskMovesToAnotherNode: a disk taken out of one machine and put into another machine is used there, with its
+// data and settings, as soon as the former node reports the disk as gone.
 func TestDiskMovesToAnotherNode(t *testing.T) {
 	fs := mountedDisk(t, 200)
 	w := newWorld(t)
@@ -67,7 +67,7 @@ func TestDiskMovesToAnotherNode(t *testing.T) {
 	w.remove(att)
 	gone(w, att, &api.AttachmentList{})
 
-	// While it is at both nothing moves, and both say so; this is what a copy looks like.
+	// While both nodes have the disk, nothing moves, and the message says so; a copy of a disk looks the same.
 	w.sh("mount --bind " + fs + " " + is)
 	uid := at(node("a", "as it was", func(*api.Node) bool { return true }), was).UID
 	edit(w, &api.Node{ObjectMeta: named("b")}, func(n *api.Node) { n.Spec.Disks = append(n.Spec.Disks, api.DiskSpec{Path: is}) })
@@ -83,7 +83,7 @@ func TestDiskMovesToAnotherNode(t *testing.T) {
 	if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(r), r); err != nil || r.Spec.Node != "a" {
 		t.Fatalf("%v, on node %s", err, r.Spec.Node)
 	}
-	w.sh("umount --lazy " + was) // whoever looks at it just now is not waited for
+	w.sh("umount --lazy " + was) // no wait for readers of the disk
 	mounted = is
 	await(w, r, &api.ReplicaList{}, "on the other node", func(r *api.Replica) bool {
 		return r.Spec.Node == "b" && r.Labels[api.LabelNode] == "b"
@@ -106,13 +106,14 @@ func TestDiskMovesToAnotherNode(t *testing.T) {
 	if left, err := os.ReadDir(filepath.Join(is, "replicas")); err != nil || len(left) > 0 {
 		t.Errorf("left on the disk: %v, %v", left, err)
 	}
-	// It is forgotten where it was, once the user says so.
+	// The former node forgets the disk once the user removes the disk there.
 	edit(w, &api.Node{ObjectMeta: named("a")}, func(n *api.Node) { n.Spec.Disks = nil })
 	node("a", "without it", func(n *api.Node) bool { return len(n.Status.Disks) == 0 })
 }
 
-// TestDiskMovesWhileItsDeviceIsHeld: a volume is attached when its node's data process ends, and its disk goes to
-// another node. Its device cannot be served any more: the volume can be detached, and used where its disk is.
+// TestDiskMovesWhileItsDeviceIsHeld: a volume is attached when the node's data process ends, and the disk moves to
+// another node. No process can serve the device any more: the volume can be detached, and used on the disk's new
+// node.
 func TestDiskMovesWhileItsDeviceIsHeld(t *testing.T) {
 	fs := mountedDisk(t, 200)
 	w := newWorld(t)
@@ -128,7 +129,7 @@ func TestDiskMovesWhileItsDeviceIsHeld(t *testing.T) {
 	data := bytes.Repeat([]byte("it moves"), mib/8)
 	writeDevice(t, w.attachTo("a", "v"), 0, data)
 	a.stop()
-	w.sh("umount --lazy " + was + "; mount --bind " + fs + " " + is) // whoever looks at it just now is not waited for
+	w.sh("umount --lazy " + was + "; mount --bind " + fs + " " + is) // no wait for readers of the disk
 	mounted = is
 	edit(w, &api.Node{ObjectMeta: named("b")}, func(n *api.Node) {
 		n.Spec.Disks = append(n.Spec.Disks, api.DiskSpec{Path: is})

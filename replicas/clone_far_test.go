@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestFirstMembersOnce: where somebody else writes to a clone's object while its first members are being recorded, the
-// replica that is made elsewhere is still not taken for one of them: it is empty.
+// TestFirstMembersOnce: other writes to a clone's object hit the record of the first members. The replica on the
+// other node, still empty, is not recorded as a first member.
 func TestFirstMembersOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

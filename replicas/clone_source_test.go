@@ -69,7 +69,7 @@ func (w *world) memberOf(volume string) *api.Replica {
 	return r
 }
 
-// pattern is n bytes, a multiple of 16, each 16 of them unlike the others.
+// pattern is n bytes, a multiple of 16, with no two equal groups of 16 bytes.
 func pattern(n int) []byte {
 	b := make([]byte, n)
 	for i := 0; i < n; i += 16 {
@@ -87,7 +87,7 @@ func TestCloneOutlivesItsSource(t *testing.T) {
 	w.set("replica-copy-rate-limit", "1")
 	w.on("a", "near", 128*mib)
 	w.create(attachment("a"))
-	data := pattern(96 * mib) // a minute and a half of work at that rate: all of this is done before b is whole
+	data := pattern(96 * mib) // a minute and a half of copying: the steps below come before the end
 	writeDevice(t, w.attached("a").Status.Device, 5*mib, data)
 	w.begin("b", "vol://a", "far", "", 160*mib)
 	b := w.volumeState("b", api.VolumeDetached)
@@ -103,12 +103,12 @@ func TestCloneOutlivesItsSource(t *testing.T) {
 	checkDevice(t, dev, 5*mib, data)
 	own := bytes.Repeat([]byte("own data"), mib/8)
 	writeDevice(t, dev, 134*mib, own)
-	// The source goes, with all that was its own.
+	// The source is deleted, with its own layers.
 	w.detach("a")
 	a := &api.Volume{ObjectMeta: named("a")}
 	w.remove(a)
 	gone(w, a, &api.VolumeList{})
-	w.begin("c", "vol://b", "far", "", 160*mib) // while b still borrows
+	w.begin("c", "vol://b", "far", "", 160*mib) // while b still hydrates
 	w.volumeState("c", api.VolumeDetached)
 	w.begin("d", "vol://b", "near", "full-copy", 160*mib) // and back
 	w.volumeIs("d", "begun", func(v *api.Volume) bool {
@@ -116,7 +116,7 @@ func TestCloneOutlivesItsSource(t *testing.T) {
 	})
 	w.detach("b")
 	b = &api.Volume{ObjectMeta: named("b")}
-	w.remove(b) // before it is whole
+	w.remove(b) // before b has hydrated
 	gone(w, b, &api.VolumeList{})
 	w.stopData()
 	w.startData()
@@ -155,7 +155,7 @@ func TestCloneOutlivesItsSource(t *testing.T) {
 func TestFullCopySharesNothing(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
-	w.set("replica-copy-rate-limit", "2") // its beginning is to be seen by a busy machine, too
+	w.set("replica-copy-rate-limit", "2") // a busy machine, too, has to see the beginning
 	w.on("a", "near", 64*mib)
 	w.create(attachment("a"))
 	data := pattern(32 * mib)
@@ -177,7 +177,7 @@ func TestFullCopySharesNothing(t *testing.T) {
 	w.startData()
 	v := w.volumeIs("b", "going on", func(v *api.Volume) bool { return v.Status.CloneStatus.Progress > 40 })
 	base := v.DeepCopy()
-	v.Spec.Size = 96 * mib // while it is copied
+	v.Spec.Size = 96 * mib // during the copy
 	if err := w.c.Patch(w.ctx, v, client.MergeFrom(base)); err != nil {
 		t.Fatal(err)
 	}
@@ -240,7 +240,7 @@ func TestFullCopyOfADamagedSourceFails(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for tick := time.NewTicker(10 * time.Millisecond); ; <-tick.C { // somebody else may be at it
+	for tick := time.NewTicker(10 * time.Millisecond); ; <-tick.C { // the node may be making the digests already
 		if _, _, err := near.Digest(string(s.Status.Layer)); err == nil {
 			tick.Stop()
 			break

@@ -7,8 +7,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestCutOffFromTheAPI: the node that uses a volume is cut off from the API alone, and its engine goes on. The volume can
-// be attached elsewhere all the same, with all that was acknowledged, and what the node had is left out.
+// TestCutOffFromTheAPI: the node of an attached volume is cut off from the API alone, and the engine continues.
+// Another node can attach the volume all the same, with every acknowledged write, and without the former node's
+// replica.
 func TestCutOffFromTheAPI(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -35,7 +35,7 @@ func (w *world) stackFile(r *api.Replica) string {
 	return filepath.Join(w.dir, "disk", "replicas", string(r.Spec.UID), "stack.json")
 }
 
-// TestUnreadableReplicaIsNotGivenUp: a record that cannot be read for a while is told, and nothing more.
+// TestUnreadableReplicaIsNotGivenUp: the replica reports a record that cannot be read for a while, and stays current.
 func TestUnreadableReplicaIsNotGivenUp(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -64,7 +64,8 @@ func TestUnreadableReplicaIsNotGivenUp(t *testing.T) {
 	gone(w, a, &api.AttachmentList{})
 }
 
-// TestDestroyedReplicaCanBeDetached: the device of a replica that is no more is held for ever, unless its Attachment goes.
+// TestDestroyedReplicaCanBeDetached: the holder keeps the device of a destroyed replica until the deletion of the
+// Attachment.
 func TestDestroyedReplicaCanBeDetached(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -85,7 +86,7 @@ func TestDestroyedReplicaCanBeDetached(t *testing.T) {
 	w.lost = false
 	failed := make(chan error, 1)
 	go func() {
-		_, err := f.ReadAt(make([]byte, 4096), 0) // waits: nobody may decide that the volume is lost but the user
+		_, err := f.ReadAt(make([]byte, 4096), 0) // waits: only the user may give the volume up
 		failed <- err
 	}()
 	await(w, a, &api.AttachmentList{}, "unserved", func(a *api.Attachment) bool { return a.Status.Message != "" })
@@ -105,7 +106,7 @@ func TestDestroyedReplicaCanBeDetached(t *testing.T) {
 	gone(w, volume("v1", 0), &api.VolumeList{})
 }
 
-// TestDeadDisk: what is on a disk that is gone, and that the user has taken out of the node, can be detached and deleted.
+// TestDeadDisk: after the user took a lost disk out of the node, the volumes on the disk can be detached and deleted.
 func TestDeadDisk(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -141,7 +142,7 @@ func TestDeadDisk(t *testing.T) {
 	await(w, n, &api.NodeList{}, "rid of the disk", func(n *api.Node) bool { return len(n.Status.Disks) == 0 })
 }
 
-// TestReplacedVolume: objects that were lost and made anew under the same names never get the device of the old volume.
+// TestReplacedVolume: objects lost and created again under the same names never get the device of the old volume.
 func TestReplacedVolume(t *testing.T) {
 	t.Parallel()
 	for _, restart := range []bool{false, true} {
@@ -172,7 +173,7 @@ func testReplaced(t *testing.T, restart bool) {
 	if restart {
 		start()
 		w.startData()
-	} else { // the loops look when the session is there already
+	} else { // the reconcilers run when the session exists already
 		w.startData()
 		start()
 	}

@@ -8,7 +8,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestReplicaOnDeadDiskIsNotCurrent: a member on a disk that its node, which lives, cannot use is not current. The
+// TestReplicaOnDeadDiskIsNotCurrent: a live node cannot use the disk of a member. The member is not current, the
 // volume says so, and another replica can be salvaged.
 func TestReplicaOnDeadDiskIsNotCurrent(t *testing.T) {
 	t.Parallel()
@@ -27,7 +27,7 @@ func TestReplicaOnDeadDiskIsNotCurrent(t *testing.T) {
 		}
 		on[r.Spec.Disk] = name
 	}
-	// The wish that a replica leaves, for which there is no reason any more, is taken back.
+	// The planner takes a wish to leave back once the wish has no reason any more.
 	r := &api.Replica{ObjectMeta: named(on[disk["near"]])}
 	edit(w, r, func(r *api.Replica) { r.Spec.Leave = true })
 	await(w, r, &api.ReplicaList{}, "to stay", func(r *api.Replica) bool { return !r.Spec.Leave })
@@ -43,7 +43,7 @@ func TestReplicaOnDeadDiskIsNotCurrent(t *testing.T) {
 	w.volumeIs("v", "degraded", func(v *api.Volume) bool {
 		return v.Status.Robustness == api.RobustDegraded && strings.Contains(v.Status.Message, "is not ready")
 	})
-	// As if it had been the last that was current.
+	// As if the replica had been the last current replica.
 	editStatus(w, v, func(v *api.Volume) { v.Status.Members = []string{lost} })
 	w.volumeIs("v", "without a member", func(v *api.Volume) bool { return v.Status.Robustness == api.RobustFaulted })
 	edit(w, v, func(v *api.Volume) { v.Spec.Salvage = &api.SalvageWish{Replica: lost, ID: "1"} })

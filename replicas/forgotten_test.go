@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestPinsOfAForgottenDisk: what other disks kept for a clone goes when the clone does, though its own disk is no disk of
-// the node any more.
+// TestPinsOfAForgottenDisk: the pins of a clone on other disks are deleted with the clone, even after the user took
+// the clone's disk out of the node.
 func TestPinsOfAForgottenDisk(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
@@ -53,8 +53,8 @@ func TestPinsOfAForgottenDisk(t *testing.T) {
 	}
 }
 
-// TestRemoveBesideAFailedDisk: that another disk of the node fails keeps no replica from going. What that disk kept for
-// one goes when it works again.
+// TestRemoveBesideAFailedDisk: a failed disk of the node delays no removal of a replica on another disk. The failed
+// disk drops its pins for a removed clone once the disk works again.
 func TestRemoveBesideAFailedDisk(t *testing.T) {
 	near := mountedDisk(t, 200)
 	w := newWorld(t, near, filepath.Join(t.TempDir(), "far"))
@@ -77,7 +77,7 @@ func TestRemoveBesideAFailedDisk(t *testing.T) {
 	if pins, err := disk.Pins(); err != nil || len(pins) != 1 {
 		t.Fatalf("the clone reads from the other disk: %v, %v", pins, err)
 	}
-	// As soon as nobody has a file there open for writing.
+	// As soon as no file there is open for writing.
 	w.sh("for i in $(seq 600); do mount -o remount,ro " + near + " && exit 0; sleep 0.1; done; exit 1")
 	again := func() { w.sh("mount -o remount,rw " + near) }
 	t.Cleanup(again)
@@ -86,7 +86,7 @@ func TestRemoveBesideAFailedDisk(t *testing.T) {
 		gone(w, v, &api.VolumeList{})
 	}
 	again()
-	for tick := time.NewTicker(20 * time.Millisecond); ; { // nobody tells
+	for tick := time.NewTicker(20 * time.Millisecond); ; { // without a notification
 		pins, err := disk.Pins()
 		if err != nil {
 			t.Fatal(err)

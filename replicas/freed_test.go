@@ -7,8 +7,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestSpaceHeldByCopy: what a full copy reads is held while it does; the space of a snapshot that was deleted meanwhile
-// comes back when the copy is whole, without anything else being done.
+// TestSpaceHeldByCopy: a full copy pins the layers of its source; the space of a snapshot deleted meanwhile is free
+// once the copy is complete, without another step.
 func TestSpaceHeldByCopy(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -17,7 +17,7 @@ func TestSpaceHeldByCopy(t *testing.T) {
 	w.make("freed", size)
 	w.create(attachment("freed"))
 	w.attached("freed")
-	const much = 64 << 20 // a minute's work at that rate: it still goes on when the snapshot is deleted
+	const much = 64 << 20 // a minute of copying: the copy still runs when the snapshot is deleted
 	text := strings.Repeat("0123456789abcdef", much/16)
 	w.fill("freed", "old"+text[3:], 0)
 	s := w.snapshot("freed", "s")

@@ -13,8 +13,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestAttachBesideAGrowthThatFails: a volume with several replicas that cannot be made as large as it is wished can be
-// attached and written to as it is, and says why it does not grow.
+// TestAttachBesideAGrowthThatFails: a volume with several replicas whose expansion fails can be attached and written
+// at the old size, and the message says why the volume does not grow.
 func TestAttachBesideAGrowthThatFails(t *testing.T) {
 	t.Parallel()
 	const large = 20 << 40

@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/block/wire"
 )
 
-// TestResumeBesideAHungDisk: a disk that hangs while the data process starts keeps its own volumes waiting, without an
-// error, and those of no other disk.
+// TestResumeBesideAHungDisk: a disk that hangs at the start of the data process keeps its own volumes waiting,
+// without an error, and no volumes of other disks.
 func TestResumeBesideAHungDisk(t *testing.T) {
 	hung := mountedDisk(t, 300)
 	w := newWorld(t, hung, filepath.Join(t.TempDir(), "well"))
@@ -44,10 +44,10 @@ func TestResumeBesideAHungDisk(t *testing.T) {
 	}
 	w.stopData()
 	thaw := freeze(t, hung)
-	w.lost = true // Resume tells of the one that waits
+	w.lost = true // Resume reports the waiting volume
 	w.startData()
 	w.lost = false
-	write := func(f *os.File) error { // not through the page cache: nobody's sync waits for it
+	write := func(f *os.File) error { // past the page cache: no sync waits for the write
 		if _, err := f.WriteAt(data, mib); err != nil {
 			return err
 		}
@@ -90,8 +90,8 @@ func TestResumeBesideAHungDisk(t *testing.T) {
 	}
 }
 
-// TestSyncsBesideAHungDisk: volumes with their only replica on a disk that hangs, more than an I/O thread lets block at a
-// time, keep the syncs of volumes on other disks waiting for a moment only.
+// TestSyncsBesideAHungDisk: volumes with their only replica on a hung disk, more than an I/O thread lets block at a
+// time, delay the syncs of volumes on other disks for a moment only.
 func TestSyncsBesideAHungDisk(t *testing.T) {
 	hung := mountedDisk(t, 300)
 	w := newWorld(t, hung, filepath.Join(t.TempDir(), "well"))
@@ -132,7 +132,7 @@ func TestSyncsBesideAHungDisk(t *testing.T) {
 			discards <- err
 		}()
 	}
-	time.Sleep(time.Second) // that they are with the disk nobody tells
+	time.Sleep(time.Second) // no event tells when the discards have reached the disk
 	for _, f := range well {
 		go func() {
 			_, err := f.WriteAt(data, mib)
@@ -164,10 +164,10 @@ func TestSyncsBesideAHungDisk(t *testing.T) {
 	}
 }
 
-// freeze has writes to a file system hang until thaw, or the end of the test.
+// freeze makes writes to a file system hang until thaw, or the end of the test.
 func freeze(t *testing.T, dir string) (thaw func()) {
 	t.Helper()
-	// Whatever becomes of this process, the file system does not stay so.
+	// The guard thaws the file system even after the death of the test process.
 	guard := exec.Command("sh", "-c", "sleep 900; fsfreeze --unfreeze "+dir)
 	guard.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := guard.Start(); err != nil {
@@ -192,8 +192,8 @@ func freeze(t *testing.T, dir string) (thaw func()) {
 	return thaw
 }
 
-// TestOwnDiskHangs: the disk of the engine's own node hangs without an error. Its replica is given up, I/O goes on with
-// the other, and the replica comes back with the disk.
+// TestOwnDiskHangs: the disk of the engine's own node hangs without an error. The engine drops the local member, I/O
+// continues with the other member, and the replica returns with the disk.
 func TestOwnDiskHangs(t *testing.T) {
 	hung := mountedDisk(t, 400)
 	w := newWorld(t)
@@ -231,7 +231,7 @@ func TestOwnDiskHangs(t *testing.T) {
 	thaw := freeze(t, hung)
 	began := time.Now()
 	w.sh("dd if=/dev/urandom of=" + dev + " bs=1M count=16 seek=24 oflag=direct conv=notrunc,fsync status=none")
-	// Parts of blocks, too, and memory that is used again while the disk may still read what it was given.
+	// Parts of blocks, too, and memory in use again while the disk may still read the former request.
 	w.sh("dd if=/dev/urandom of=" + dev + " bs=1536 count=200 seek=77 oflag=direct conv=notrunc status=none")
 	t.Logf("written %v after the disk began to hang", time.Since(began))
 	w.volumeIs("v", "without the replica", members(1))
@@ -256,7 +256,7 @@ func TestOwnDiskHangs(t *testing.T) {
 	}
 }
 
-// hangingWrite writes to a device, and returns when that is on its way; what comes of it is sent.
+// hangingWrite writes to a device, and returns once the write is in progress; the channel gets the result.
 func (w *world) hangingWrite(dev string, off int64) <-chan error {
 	w.t.Helper()
 	ended := make(chan error, 1)
@@ -269,7 +269,7 @@ func (w *world) hangingWrite(dev string, off int64) <-chan error {
 		ended <- err
 	}()
 	inflight := "/sys/block/" + filepath.Base(dev) + "/inflight"
-	for tick := time.NewTicker(10 * time.Millisecond); ; { // nobody tells
+	for tick := time.NewTicker(10 * time.Millisecond); ; { // without a notification
 		var reads, writes int
 		if text, err := os.ReadFile(inflight); err != nil {
 			w.t.Fatal(err)
@@ -281,7 +281,7 @@ func (w *world) hangingWrite(dev string, off int64) <-chan error {
 			return ended
 		}
 		select {
-		case err := <-ended: // it was answered before anybody looked
+		case err := <-ended: // the write ended before the first look
 			ended <- err
 			return ended
 		case <-tick.C:
@@ -291,7 +291,7 @@ func (w *world) hangingWrite(dev string, off int64) <-chan error {
 	}
 }
 
-// mountedDisk is the mount point of an ext4 of its own, of so many MiB.
+// mountedDisk is the mount point of a separate ext4 file system of size MiB.
 func mountedDisk(t *testing.T, size int) string {
 	t.Helper()
 	suite.System(t)
@@ -309,8 +309,9 @@ func mountedDisk(t *testing.T, size int) string {
 	return mnt
 }
 
-// TestForcedDetachOfAHungDisk: the disk of a volume's only replica hangs without an error. By force the volume is
-// detached all the same, its I/O fails, and it can be attached again when the disk goes on, with all that was answered.
+// TestForcedDetachOfAHungDisk: the disk of a volume's only replica hangs without an error. A forced detach succeeds
+// all the same, the volume's I/O fails, and the volume can be attached again once the disk works, with every
+// acknowledged write.
 func TestForcedDetachOfAHungDisk(t *testing.T) {
 	hung := mountedDisk(t, 200)
 	w := newWorld(t, hung)
@@ -321,7 +322,7 @@ func TestForcedDetachOfAHungDisk(t *testing.T) {
 	writeDevice(t, a.Status.Device, 0, data)
 	thaw := freeze(t, hung)
 	failed := w.hangingWrite(a.Status.Device, 2*mib)
-	w.remove(a) // it is waited for, until the user has enough of that
+	w.remove(a) // the detach waits until the user forces the end
 	await(w, &api.Volume{ObjectMeta: named("v")}, &api.VolumeList{}, "detaching", func(v *api.Volume) bool {
 		return v.Status.State == api.VolumeDetaching
 	})
@@ -338,8 +339,8 @@ func TestForcedDetachOfAHungDisk(t *testing.T) {
 	checkDevice(t, w.attached("v").Status.Device, 0, data)
 }
 
-// TestSnapshotsOnAHungDisk: snapshots of a volume whose disk hangs keep neither a forced detach from failing its I/O, nor
-// the snapshots of other disks from being made.
+// TestSnapshotsOnAHungDisk: snapshots of a volume on a hung disk delay neither the I/O errors of a forced detach, nor
+// snapshots on other disks.
 func TestSnapshotsOnAHungDisk(t *testing.T) {
 	hung := mountedDisk(t, 300)
 	w := newWorld(t, hung, filepath.Join(t.TempDir(), "well"))
@@ -362,7 +363,7 @@ func TestSnapshotsOnAHungDisk(t *testing.T) {
 		w.create(snap(fmt.Sprintf("hangs%d", i), "v"))
 	}
 	ready := func(s *api.Snapshot) bool { return s.Status.ReadyToUse }
-	for tick := time.NewTicker(10 * time.Millisecond); ; <-tick.C { // nobody tells when the first of them waits
+	for tick := time.NewTicker(10 * time.Millisecond); ; <-tick.C { // no event tells when the first snapshot waits
 		if w.data.Locks.Taken("v") {
 			tick.Stop()
 			break
@@ -391,8 +392,8 @@ func TestSnapshotsOnAHungDisk(t *testing.T) {
 	checkDevice(t, w.attached("v").Status.Device, 0, data)
 }
 
-// TestForcedDetachOfADiskThatHangsAtTheEnd: the disk begins to hang when the device is gone already, and the replica is
-// closed. By force that is not waited for, and the volume can be attached again when the disk goes on.
+// TestForcedDetachOfADiskThatHangsAtTheEnd: the disk hangs when the device is gone already and the node closes the
+// replica. A forced detach does not wait for the close, and the volume can be attached again once the disk works.
 func TestForcedDetachOfADiskThatHangsAtTheEnd(t *testing.T) {
 	hung := mountedDisk(t, 200)
 	w := newWorld(t, hung)
@@ -403,7 +404,7 @@ func TestForcedDetachOfADiskThatHangsAtTheEnd(t *testing.T) {
 	writeDevice(t, a.Status.Device, 0, data)
 	thaw := freeze(t, hung)
 	w.remove(a)
-	for tick := time.NewTicker(10 * time.Millisecond); ; { // nobody tells when the device is gone
+	for tick := time.NewTicker(10 * time.Millisecond); ; { // no event tells when the device is gone
 		if w.data.attachments.Ending() > 0 {
 			tick.Stop()
 			break
@@ -422,7 +423,7 @@ func TestForcedDetachOfADiskThatHangsAtTheEnd(t *testing.T) {
 	checkDevice(t, w.attached("v").Status.Device, 0, data)
 }
 
-// TestNoteOnAHungDisk: that a volume's record on a disk that hangs cannot be brought up to date keeps nothing waiting.
+// TestNoteOnAHungDisk: an update of a volume's record on a hung disk delays no forced detach.
 func TestNoteOnAHungDisk(t *testing.T) {
 	hung := mountedDisk(t, 200)
 	w := newWorld(t, hung)
@@ -442,8 +443,8 @@ func TestNoteOnAHungDisk(t *testing.T) {
 	checkDevice(t, w.attached("v").Status.Device, 0, data)
 }
 
-// TestAttachBesideAHungMember: the disk of a member hangs when the volume is detached. It is attached on another node
-// without that member, which has all that was answered and comes back when its disk goes on.
+// TestAttachBesideAHungMember: the disk of a member hangs when the volume is detached. Another node attaches the
+// volume without the member, with every acknowledged write, and the member returns with the disk.
 func TestAttachBesideAHungMember(t *testing.T) {
 	hung := mountedDisk(t, 400)
 	w := newWorld(t)
@@ -484,8 +485,8 @@ func TestAttachBesideAHungMember(t *testing.T) {
 	w.detachFrom("v")
 }
 
-// TestForcedDetachOfAHeldDevice: a device cannot be taken up from a predecessor, as its disk is away. By force it is
-// taken away all the same, and the volume can be attached again when the disk is back.
+// TestForcedDetachOfAHeldDevice: the data process cannot resume a device, as the disk is away. A forced detach
+// removes the device all the same, and the volume can be attached again when the disk is back.
 func TestForcedDetachOfAHeldDevice(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

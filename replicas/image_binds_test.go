@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// The selectors of an image bind the volumes that are made from it: there is no replica where the image may not be, the
-// condition Scheduled says why, and what is asked for less makes place.
+// TestImageBindsItsVolumes: the selectors of an image bind the image's volumes: no replica is placed on a disk
+// forbidden to the image, the condition Scheduled says why, and looser selectors make place.
 func TestImageBindsItsVolumes(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()

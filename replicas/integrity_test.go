@@ -14,8 +14,8 @@ import (
 	"drover.io/drover/replicas/host/maintain"
 )
 
-// TestIntegrity: what is compared at intervals. A digest is there in any case. enabled finds a bit that changed with no
-// trace; fast-check only what touched a file; disabled nothing. Who asks is told all.
+// TestIntegrity: scrubs at intervals follow the setting. Every snapshot has a digest in any case. enabled finds a bit
+// changed without a trace; fast-check only files with a trace; disabled nothing. A requested scrub finds everything.
 func TestIntegrity(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -43,7 +43,7 @@ func TestIntegrity(t *testing.T) {
 		})
 		file := filepath.Join(w.dir, "disk", "layers", string(s.Status.Layer), "data")
 		fast := strings.HasPrefix(c.name, "fast")
-		if fast { // nobody touched it: it is not read
+		if fast { // untouched: the scrub does not read the file
 			w.rot(file)
 			w.scrubbed(c.name, true)
 			if r := w.memberOf(c.name); len(r.Status.Damage) > 0 {
@@ -75,8 +75,8 @@ func TestIntegrity(t *testing.T) {
 	}
 }
 
-// rot changes a bit of a file, and leaves no trace of it: the times of the inodes stay in the order that they were in,
-// as if the disk had lost it.
+// rot changes a bit of a file without a trace: the times of the inodes stay in their order, as if the disk had lost
+// the bit.
 func (w *world) rot(file string) {
 	w.t.Helper()
 	record := filepath.Join(filepath.Dir(file), "layer.json")
@@ -94,7 +94,7 @@ func (w *world) rot(file string) {
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	// The record is what the time of the data is compared with.
+	// The scrub compares the time of the data with the time of the record.
 	if err := os.WriteFile(record+".new", b, 0o600); err != nil {
 		w.t.Fatal(err)
 	}
@@ -103,13 +103,13 @@ func (w *world) rot(file string) {
 	}
 }
 
-// scrubbed makes a volume's replica due, and waits for the scrub, or for the time in which one would have been.
+// scrubbed makes a volume's replica due, and waits for the scrub, or for the time in which a scrub would have come.
 func (w *world) scrubbed(volume string, is bool) {
 	w.t.Helper()
 	r := await(w, w.memberOf(volume), &api.ReplicaList{}, "no more written to by the scrub before", func(r *api.Replica) bool {
 		return !w.data.scrubber.Busy(r.Spec.UID)
 	})
-	w.data.scrubber.Forget() // what another replica's look found counts for an hour
+	w.data.scrubber.Forget() // the result of another replica's scrub counts for an hour
 	long := time.Now().Add(-2 * time.Hour).Truncate(time.Second)
 	editStatus(w, r, func(r *api.Replica) { r.Status.LastScrubbed = &metav1.Time{Time: long} })
 	if is {
@@ -118,7 +118,7 @@ func (w *world) scrubbed(volume string, is bool) {
 		})
 		return
 	}
-	pause := time.NewTimer(4 * time.Second) // it is looked at every second
+	pause := time.NewTimer(4 * time.Second) // the scrubber looks every second
 	select {
 	case <-pause.C:
 	case <-w.ctx.Done():

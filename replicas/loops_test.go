@@ -61,7 +61,7 @@ func TestLifeOfAVolume(t *testing.T) {
 	w.nothingLeft()
 }
 
-// nothingLeft checks that no replica, and nothing of one, is in the API or on a disk.
+// nothingLeft checks that neither the API nor the disk has a replica or parts of a replica.
 func (w *world) nothingLeft() {
 	w.t.Helper()
 	var list api.ReplicaList
@@ -134,7 +134,8 @@ func TestDetachedData(t *testing.T) {
 	checkDevice(t, a.Status.Device, 31*mib, make([]byte, mib))
 }
 
-// TestResume stops the data role as its process's end does, and starts it again while the API server is not asked.
+// TestResume stops the data role as the end of the process does, and starts the data role again without the API
+// server.
 func TestResume(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -170,7 +171,8 @@ func TestResume(t *testing.T) {
 	gone(w, a, &api.AttachmentList{})
 }
 
-// TestAttachmentRemovedWhileDataIsAway: what is not wanted any more is detached, not kept.
+// TestAttachmentRemovedWhileDataIsAway: the next data process detaches a volume whose Attachment was removed
+// meanwhile.
 func TestAttachmentRemovedWhileDataIsAway(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -251,7 +253,7 @@ func TestRefusals(t *testing.T) {
 	} {
 		w.volumeIs(name, "explained", says(want))
 	}
-	// What a change makes possible happens without another push.
+	// After a change that makes a placement possible, the planner places without another request.
 	edit(w, &api.Node{ObjectMeta: named(testNode)}, func(n *api.Node) {
 		n.Spec.Disks[0].Tags = append(n.Spec.Disks[0].Tags, "nvme")
 	})
@@ -347,7 +349,7 @@ func TestImage(t *testing.T) {
 	}
 }
 
-// TestFullDisk fills the disk under a volume: writes wait, with a condition, and go on when there is room.
+// TestFullDisk fills the disk under a volume: writes wait, with a condition, and continue once the disk has room.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -398,7 +400,7 @@ func TestFullDisk(t *testing.T) {
 	})
 	checkDevice(t, a.Status.Device, 0, data)
 
-	// Full again, and this time there is no room: the user ends it by force.
+	// Full again, and no room follows: the user detaches by force.
 	w.sh("fallocate -l 4M " + ballast)
 	go func() {
 		f, err := os.OpenFile(a.Status.Device, os.O_RDWR|syscall.O_SYNC, 0)

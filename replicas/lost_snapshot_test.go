@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// dropHere takes a snapshot out of a replica's stack behind the back of everybody. The data role is stopped.
+// dropHere takes a snapshot out of a replica's stack without notice to the data role, which is stopped.
 func dropHere(t *testing.T, path, name string) (stacks int) {
 	t.Helper()
 	disk, err := stack.Open(path)
@@ -34,7 +34,7 @@ func dropHere(t *testing.T, path, name string) (stacks int) {
 	return stacks
 }
 
-// TestSnapshotLost: the object of a snapshot goes when the volume's stack says that there is none, and not while the
+// TestSnapshotLost: the object of a snapshot is deleted when the volume's stack lacks the snapshot, and not while the
 // stack cannot be read.
 func TestSnapshotLost(t *testing.T) {
 	t.Parallel()
@@ -70,7 +70,7 @@ func TestSnapshotLost(t *testing.T) {
 	w.tells("a", "SnapshotLost", "no snapshot s1")
 	w.ready("s2")
 
-	// One that stands for what is not there; one that was asked for is made.
+	// The object of a missing snapshot is deleted; a requested snapshot is created.
 	s3 := &api.Snapshot{ObjectMeta: named("s3"), Spec: api.SnapshotSpec{Volume: "a"}}
 	w.create(s3)
 	gone(w, s3, &api.SnapshotList{})
@@ -78,7 +78,7 @@ func TestSnapshotLost(t *testing.T) {
 	w.holds(w.clone("c", "snap://a/s2", 64<<20).Name, 0, "\x00")
 }
 
-// TestSnapshotLostOfSeveral: of a volume with several replicas none of which has it.
+// TestSnapshotLostOfSeveral: the same for a volume with several replicas, all without the snapshot.
 func TestSnapshotLostOfSeveral(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -90,7 +90,7 @@ func TestSnapshotLostOfSeveral(t *testing.T) {
 	w.volumeIs("v", "whole", func(v *api.Volume) bool { return v.Status.Robustness == api.RobustHealthy })
 	w.snapshot("v", "s1")
 	w.snapshot("v", "s2")
-	w.volumeIs("v", "given back", func(v *api.Volume) bool { // whoever was dropped has them once it is a member again
+	w.volumeIs("v", "given back", func(v *api.Volume) bool { // a dropped replica has both snapshots once a member again
 		return len(v.Status.Members) == 3 && v.Status.EngineNode == ""
 	})
 	for _, o := range nodes {

@@ -14,16 +14,16 @@ import (
 	"drover.io/drover/api"
 )
 
-// While the disk of a clone's source gives nothing, reads of what is not copied yet wait, a condition says where it is,
-// writes of whole blocks and reads of what was written go on; when the disk is back, the reads end, with what was there,
-// and the clone becomes whole.
+// TestSourceOfACloneIsLost: while the disk of a clone's source gives no data, reads of uncopied data wait, a
+// condition names the disk, and writes of whole blocks and reads of new data continue; when the disk is back, the
+// waiting reads end with the right data, and the clone hydrates completely.
 func TestSourceOfACloneIsLost(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
 	w.set("replica-copy-rate-limit", "1")
 	w.on("a", "near", 128*mib)
 	w.create(attachment("a"))
-	data := pattern(120 * mib) // two minutes' work at that rate: its end is not copied by the time it is lost
+	data := pattern(120 * mib) // two minutes of copying: the source is lost before the end
 	writeDevice(t, w.attached("a").Status.Device, 5*mib, data)
 	w.detach("a")
 	s := w.snapshot("a", "s1")
@@ -46,7 +46,7 @@ func TestSourceOfACloneIsLost(t *testing.T) {
 	dev := w.attached("b").Status.Device
 	checkDevice(t, dev, 5*mib, data[:mib])
 
-	// The file that everybody has open ends at once, as a disk that is pulled: it has nothing to give.
+	// The open file becomes empty at once, as on a pulled disk.
 	name := filepath.Join(near.Path(), "layers", string(s.Status.Layer), "data")
 	whole, err := os.ReadFile(name)
 	if err != nil {

@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// A disk that is to be left loses its replicas as they are detached, with their snapshots and branches; they can be
-// used at once, and nothing of them is left there in the end.
+// TestEvict: detached replicas leave an evicted disk, with their snapshots and branches; the volumes can be used at
+// once, and in the end the disk keeps nothing.
 func TestEvict(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
@@ -36,7 +36,7 @@ func TestEvict(t *testing.T) {
 	dev := w.attached("a").Status.Device
 	w.fill("a", "at last", 40*mib)
 	checkDevice(t, dev, 8*mib, data)
-	w.detach("a") // one that is attached leaves its disk by way of its engine
+	w.detach("a") // an attached volume leaves the disk through the engine
 	w.set("replica-copy-rate-limit", "4")
 	v := w.volumeState("a", api.VolumeDetached)
 	old := v.DeepCopy()
@@ -101,8 +101,8 @@ func TestEvict(t *testing.T) {
 	})
 }
 
-// TestEvictAttached: an attached volume moves to another disk of its node through its engine. From then on the new replica
-// is the local one, which a reclaim of trimmed space and the next data process ask.
+// TestEvictAttached: an attached volume moves to another disk of its node through its engine. From then on the new
+// replica is the local member, which a reclaim of trimmed space and the next data process ask.
 func TestEvictAttached(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)

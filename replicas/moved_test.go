@@ -12,7 +12,8 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestDiskIsMountedElsewhere: a disk is known by its uid, wherever it is mounted: its volumes are used from there.
+// TestDiskIsMountedElsewhere: the node knows a disk by the uid at any mount point, and uses the disk's volumes from
+// there.
 func TestDiskIsMountedElsewhere(t *testing.T) {
 	t.Parallel()
 	suite.System(t)
@@ -29,7 +30,7 @@ func TestDiskIsMountedElsewhere(t *testing.T) {
 	w.sh("mkdir " + first + " " + second + " " + third + "; truncate -s 200M " + dir + "/img; mkfs.ext4 -q -b 4096 -m 0 " +
 		dir + "/img")
 	mount(first)
-	t.Cleanup(func() { // wherever it is
+	t.Cleanup(func() { // at any mount point
 		for _, at := range []string{first, second, third} {
 			_ = exec.Command("umount", at).Run()
 		}

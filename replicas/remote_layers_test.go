@@ -15,9 +15,9 @@ import (
 	"drover.io/drover/replicas/device"
 )
 
-// TestImageOfAnotherDiskIsReadThere: a volume on a disk that its image is still copied to is attached at once and reads
-// the other disk's copy, also after the data process was renewed, and needs that disk no more when its own copy is
-// there.
+// TestImageOfAnotherDiskIsReadThere: a node still copies an image to a volume's disk. The volume is attached at once
+// and reads another disk's copy, also after a restart of the data process, and needs the other disk no more once its
+// own disk has a copy.
 func TestImageOfAnotherDiskIsReadThere(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -103,9 +103,9 @@ func TestImageOfAnotherDiskIsReadThere(t *testing.T) {
 	checkDevice(t, a.Status.Device, 6*mib, own)
 }
 
-// Before the API answers, a process takes up a device whose replica reads layers of another disk: it knows the disk
-// from the record of the layer that is hydrated; where an older version left no such record, from what that kept with
-// the device.
+// TestResumeOfAReplicaThatReadsAnotherDisk: before the API answers, a process resumes a device whose replica reads
+// layers of another disk. The process knows the disk from the record of the hydrating layer; without such a record,
+// as from an older version, from the device record.
 func TestResumeOfAReplicaThatReadsAnotherDisk(t *testing.T) {
 	t.Parallel()
 	for _, older := range []bool{false, true} {

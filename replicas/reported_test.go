@@ -8,7 +8,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestReportedSnapshots: a snapshot was reported if its object says so, of this very cut, and is not being deleted.
+// TestReportedSnapshots: a snapshot was reported if the snapshot's object says so, for the same cut.
 func TestReportedSnapshots(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -14,8 +14,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestRevertShutsOut: an engine of before, on a node that hears of nothing, cannot write to a volume that went back to a
-// snapshot, and what it is asked to write is not acknowledged.
+// TestRevertShutsOut: a former engine, on a node cut off from the API, cannot write to a volume after a revert, and
+// acknowledges no further write.
 func TestRevertShutsOut(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -51,8 +51,9 @@ func TestRevertShutsOut(t *testing.T) {
 	}
 }
 
-// TestRevertWithoutADisk: a member on a disk that its node, which lives, cannot use keeps no revert waiting, whether the
-// disk failed before or while the others went back. It is left out, and comes back with what the volume holds by then.
+// TestRevertWithoutADisk: a live node cannot use the disk of a member. The member delays no revert, whether the disk
+// failed before the revert or while the other members reverted. The member is left out, and returns with the volume's
+// present data.
 func TestRevertWithoutADisk(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -107,7 +108,7 @@ func TestRevertWithoutADisk(t *testing.T) {
 			fail()
 		} else {
 			id = "meanwhile"
-			b.stop() // it does not answer
+			b.stop() // the node does not answer
 		}
 		edit(w, v, func(v *api.Volume) { v.Spec.RevertTo = &api.RevertWish{Snapshot: "s1", ID: id} })
 		if later {
@@ -186,8 +187,8 @@ func TestSnapshotStaysReadyWithoutADisk(t *testing.T) {
 	}
 }
 
-// TestRevertOfNoDisk: where no member can be had any more before one went back, the revert ends, and none goes back when
-// it is there again.
+// TestRevertOfNoDisk: all members are lost before a member reverted: the revert fails, and a returning member does
+// not revert.
 func TestRevertOfNoDisk(t *testing.T) {
 	t.Parallel()
 	w, _ := twoDisks(t)
@@ -209,7 +210,7 @@ func TestRevertOfNoDisk(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.stopData() // it does not answer
+	w.stopData() // the node does not answer
 	edit(w, v, func(v *api.Volume) { v.Spec.RevertTo = &api.RevertWish{Snapshot: "s1", ID: "1"} })
 	await(w, &r, &api.ReplicaList{}, "asked", func(r *api.Replica) bool { return r.Spec.Revert != nil })
 	path := disk.Path()
@@ -231,7 +232,8 @@ func TestRevertOfNoDisk(t *testing.T) {
 	w.detach("v")
 }
 
-// TestRevertBeginsAnew: a member that was about to go back, and whose head a cut has moved since, goes back all the same.
+// TestRevertBeginsAnew: a member was about to revert, and a cut has moved the head since: the member reverts all the
+// same.
 func TestRevertBeginsAnew(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -253,8 +255,8 @@ func TestRevertBeginsAnew(t *testing.T) {
 	w.holds("a", 0, "first")
 }
 
-// TestRevertFailsOnOneOfTwo: where one member cannot go back, and the other is gone after it began to, the revert fails,
-// and the volume stays what the former holds. The latter comes back with that, too.
+// TestRevertFailsOnOneOfTwo: a member cannot revert, and the other member is lost after the beginning of its revert:
+// the revert fails, and the volume keeps the data of the former. The latter returns with the same data.
 func TestRevertFailsOnOneOfTwo(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

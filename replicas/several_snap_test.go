@@ -53,7 +53,7 @@ func (w *world) detachFrom(name string) {
 	gone(w, at, &api.AttachmentList{})
 }
 
-// holds digests what a snapshot holds on the replica of a volume on this node; empty: it has none.
+// holds digests the content of a snapshot on the node's replica of a volume; empty: the replica lacks the snapshot.
 func (o *other) holds(t *testing.T, volume, snapshot string) string {
 	t.Helper()
 	for tick := time.NewTicker(20 * time.Millisecond); ; <-tick.C {
@@ -62,7 +62,7 @@ func (o *other) holds(t *testing.T, volume, snapshot string) string {
 			tick.Stop()
 			return sum
 		}
-		if !api.Is(err, api.Busy) && !api.Is(err, api.NotFound) { // its layers are being merged
+		if !api.Is(err, api.Busy) && !api.Is(err, api.NotFound) { // a merge of the layers is in progress
 			t.Fatal(err)
 		}
 	}
@@ -97,7 +97,7 @@ func (o *other) look(volume, snapshot string) (string, error) {
 	return "", nil
 }
 
-// TestSeveralSnapshots takes, deletes, clones and goes back to snapshots of a volume with three replicas.
+// TestSeveralSnapshots takes, deletes, clones and reverts to snapshots of a volume with three replicas.
 func TestSeveralSnapshots(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -136,18 +136,18 @@ func TestSeveralSnapshots(t *testing.T) {
 	everywhere("s2", two)
 	w.detachFrom("v")
 
-	// Without anybody having it attached.
+	// While the volume is detached.
 	w.snapshot("v", "s3")
 	everywhere("s3", three)
 	w.remove(s2)
 	gone(w, s2, &api.SnapshotList{})
 	everywhere("s2", "")
 	everywhere("s3", three)
-	w.volumeIs("v", "given back", func(v *api.Volume) bool { // to look at a snapshot takes it for a moment, too
+	w.volumeIs("v", "given back", func(v *api.Volume) bool { // a look at a snapshot takes the volume for a moment, too
 		return v.Status.State == api.VolumeDetached && len(v.Status.Members) == 3 && v.Status.EngineNode == ""
 	})
 
-	// A clone has its replicas beside those of its source.
+	// A clone has a replica on each node of the source's replicas.
 	clone := volume("clone", 32<<20)
 	clone.Spec.NumberOfReplicas, clone.Spec.DataSource = 3, "snap://v/s3"
 	w.create(clone)
@@ -168,7 +168,7 @@ func TestSeveralSnapshots(t *testing.T) {
 		t.Error("the clone holds something else")
 	}
 
-	// A full copy is made once, and the other replica is made equal to it.
+	// The full copy runs once, and the other replica is rebuilt from the copy.
 	full := volume("full", 32<<20)
 	full.Spec.NumberOfReplicas, full.Spec.DataSource, full.Spec.CloneMode = 2, "snap://v/s1", api.CloneFull
 	full.Spec.Nodes = []string{"a", "b", "c"}
@@ -191,7 +191,7 @@ func TestSeveralSnapshots(t *testing.T) {
 	w.sh("dd if=/dev/urandom of=" + dev + " bs=4k count=50 seek=6000 oflag=direct conv=notrunc status=none")
 	four := sum(dev)
 
-	// Two volumes of three replicas and one of one, at one instant.
+	// Two volumes with three replicas, at the same instant.
 	group := api.NewSnapshotGroup("g", []string{"v", "clone"})
 	w.create(group)
 	await(w, &api.SnapshotGroup{ObjectMeta: named("g")}, &api.SnapshotGroupList{}, "ready",

@@ -21,15 +21,15 @@ import (
 	"drover.io/drover/replicas/disks"
 )
 
-// other is one more node: its disk, node loop, holder and data role.
+// other is a further node with disk, node role, holder and data role.
 type other struct {
 	w        *world
 	name     string
 	dir      string
 	ca       *wire.Authority
 	data     *Data
-	deafen   func() // the API is not heard of any more
-	mute     func() // it gives no sign of life
+	deafen   func() // the data role loses the API
+	mute     func() // the node sends no heartbeat
 	stopData func()
 }
 
@@ -176,7 +176,7 @@ func TestSeveral(t *testing.T) {
 		return len(v.Status.Members) == 2 && v.Status.Robustness == api.RobustHealthy
 	})
 	w.sh("dd if=/dev/urandom of=" + dev + " bs=1M count=64 oflag=direct status=none")
-	// One more: it is new, and gets all of it.
+	// A third replica is new, and gets all data.
 	w.volumeIs("v", "to have three", func(v *api.Volume) bool {
 		v.Spec.NumberOfReplicas = 3
 		return w.c.Update(w.ctx, v) == nil
@@ -195,13 +195,13 @@ func TestSeveral(t *testing.T) {
 	sum := w.sh("sha256sum < " + dev)
 	c.start()
 	w.volumeIs("v", "healthy again", healthy(3))
-	// The data process of the engine is another one: it takes the device up.
+	// A new data process of the engine resumes the device.
 	a.stop()
 	a.start()
 	if now := w.sh("sha256sum < " + dev); now != sum {
 		t.Error("after a restart of the engine's process the content is another one")
 	}
-	w.volumeIs("v", "healthy still", healthy(3)) // on a busy machine one may be given up, and come back
+	w.volumeIs("v", "healthy still", healthy(3)) // on a busy machine a member may be dropped, and return
 	w.remove(at)
 	gone(w, at, &api.AttachmentList{})
 	at = attachment("v")
@@ -224,7 +224,7 @@ func TestSeveral(t *testing.T) {
 	}
 }
 
-// content digests the one replica on the node's disk.
+// content digests the only replica on the node's disk.
 func (o *other) content(t *testing.T) string {
 	t.Helper()
 	disks := o.data.Disks.Except(nil)

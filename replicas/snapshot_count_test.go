@@ -43,7 +43,7 @@ func (w *world) conditionIs(volume, kind, status string) string {
 	return meta.FindStatusCondition(v.Status.Conditions, kind).Message
 }
 
-// TestVolumeReportsTooManySnapshots: a volume with more snapshots than the setting says, 100 unless it is set, has a
+// TestVolumeReportsTooManySnapshots: a volume with more snapshots than the setting allows, 100 by default, has a
 // condition and takes more; with fewer snapshots the condition ends.
 func TestVolumeReportsTooManySnapshots(t *testing.T) {
 	t.Parallel()

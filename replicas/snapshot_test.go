@@ -42,7 +42,7 @@ func (w *world) clone(name, source string, size int64) *api.Volume {
 	return w.volumeState(name, api.VolumeDetached)
 }
 
-// device is that of an attached volume: the link in /dev/drover may be another world's.
+// device is the device of an attached volume: the link in /dev/drover may be another world's.
 func (w *world) device(name string) string {
 	w.t.Helper()
 	a := attachment(name)
@@ -65,7 +65,7 @@ func (w *world) fill(name, text string, at int64) {
 	}
 }
 
-// holds attaches a volume, compares, and detaches it.
+// holds attaches a volume, compares the content, and detaches the volume.
 func (w *world) holds(name string, at int64, text string) {
 	w.t.Helper()
 	w.create(attachment(name))
@@ -200,7 +200,8 @@ func TestSnapshotDetached(t *testing.T) {
 	w.holds(w.clone("c", "snap://a/s1", 64<<20).Name, 0, "first")
 }
 
-// What the disk says counts: the process may end between the cut and the status, and objects may get lost.
+// TestSnapshotFound: the snapshots on the disk count: the process may end between the cut and the status, and objects
+// may get lost.
 func TestSnapshotFound(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -297,8 +298,8 @@ func TestCloneRefused(t *testing.T) {
 	gone(w, none, &api.SnapshotList{})
 }
 
-// Snapshots come while the volume is written to, and each holds one instant of it: a counter that is written to two
-// places in turn is at most one apart in them.
+// TestSnapshotUnderLoad: snapshots come during writes, and each snapshot has one instant of the volume: two copies of
+// a counter, written in turn, differ by at most 1.
 func TestSnapshotUnderLoad(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -362,7 +363,7 @@ func TestSnapshotUnderLoad(t *testing.T) {
 	t.Logf("%d writes", last)
 }
 
-// Space comes back after a snapshot has gone, attached or not, also that of the newest.
+// TestSnapshotSpace: the node frees the space of a deleted snapshot, attached or not, also of the newest snapshot.
 func TestSnapshotSpace(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -417,14 +418,14 @@ func TestSnapshotSpace(t *testing.T) {
 	}
 	s2 := w.snapshotIs("s2", "in its new layer", inNew)
 
-	// Looked at in the moment between the merge and the news of it, it stays what it is.
+	// A reconcile between the merge and the news of the merge leaves the snapshot as before.
 	w.data.snapshots.KeepTree(rep, before)
 	base := s2.DeepCopy()
 	delete(s2.Labels, api.LabelVolume)
 	if err := w.c.Patch(w.ctx, s2, client.MergeFrom(base)); err != nil {
 		t.Fatal(err)
 	}
-	for tick := time.NewTicker(20 * time.Millisecond); ; { // no change of the object tells of it
+	for tick := time.NewTicker(20 * time.Millisecond); ; { // no change of the object shows the reconcile
 		now, err := w.data.snapshots.TreeOf(of, disk)
 		if err != nil {
 			t.Fatal(err)
@@ -447,7 +448,7 @@ func TestSnapshotSpace(t *testing.T) {
 	})
 	w.fill("a", "9"+text[1:], 0)
 	drop(3)
-	shrinks("the newest", 50<<10) // s0, s2, and what is in the place of s3 and a part of the head
+	shrinks("the newest", 50<<10) // s0, s2, the layer in the place of s3, and a part of the head
 	w.detach("a")
 	drop(0)
 	shrinks("detached", 34<<10)
@@ -495,7 +496,7 @@ func TestRevert(t *testing.T) {
 	w.fill("a", "other", 0)
 	w.detach("a")
 
-	// The same wish is not done again, whatever becomes of the processes; one whose answer was lost neither.
+	// A restart repeats no completed wish, and no wish with a lost answer.
 	w.stopData()
 	w.startData()
 	w.holds("a", 0, "other")
@@ -503,7 +504,7 @@ func TestRevert(t *testing.T) {
 		t.Errorf("%+v", is)
 	}
 	w.holds("a", 0, "later")
-	// The answer is lost, between the revert and a write: it is not done again.
+	// The answer is lost between the revert and a write: the revert is not repeated.
 	w.stopData()
 	var reps api.ReplicaList
 	if err := w.c.List(w.ctx, &reps, client.MatchingLabels{api.LabelVolume: "a"}); err != nil || len(reps.Items) != 1 {

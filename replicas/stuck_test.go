@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestMergeFails: the file of a layer cannot be changed for a while, so that the space of a deleted snapshot does not come
-// back. It is told, over a restart too, and is over when the merge succeeds.
+// TestMergeFails: the file of a layer cannot be changed for a while, so the space of a deleted snapshot stays in use.
+// The volume reports the failure, over a restart too, until the merge succeeds.
 func TestMergeFails(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -33,7 +33,7 @@ func TestMergeFails(t *testing.T) {
 	}
 	free := func() {
 		for _, s := range []*api.Snapshot{s1, s2} {
-			_ = exec.Command("chattr", "-i", file(s)).Run() // of what is there yet
+			_ = exec.Command("chattr", "-i", file(s)).Run() // for files still there
 		}
 	}
 	t.Cleanup(free)
@@ -48,7 +48,7 @@ func TestMergeFails(t *testing.T) {
 		t.Errorf("the replica says %q", r.Status.MergeError)
 	}
 	w.reads("stuck", 0, "s2xx")
-	w.snapshot("stuck", "s3") // what is not merged is in nobody's way
+	w.snapshot("stuck", "s3") // unmerged layers hinder no snapshot
 
 	w.detach("stuck")
 	w.stopData()
@@ -66,8 +66,8 @@ func TestMergeFails(t *testing.T) {
 	w.holds("stuck", 0, "s2xx")
 }
 
-// TestMergeIsLetEnd: a revert, and a move to another disk, do not disturb the merge that they wait for: each of them
-// would end it with every try.
+// TestMergeIsLetEnd: a revert, and a move to another disk, wait for a merge and do not disturb the merge: otherwise
+// every try would end the merge.
 func TestMergeIsLetEnd(t *testing.T) {
 	t.Parallel()
 	w, disk := twoDisks(t)
@@ -98,7 +98,7 @@ func TestMergeIsLetEnd(t *testing.T) {
 	}
 	free := func() {
 		for _, file := range files {
-			_ = exec.Command("chattr", "-i", file).Run() // of what is there yet
+			_ = exec.Command("chattr", "-i", file).Run() // for files still there
 		}
 	}
 	t.Cleanup(free)
@@ -108,7 +108,7 @@ func TestMergeIsLetEnd(t *testing.T) {
 		gone(w, is, &api.SnapshotList{})
 	}
 	w.stopData()
-	w.startData() // it looks at both at once
+	w.startData() // the node sees both volumes at once
 	var locks []func()
 	unlock := sync.OnceFunc(func() {
 		for _, free := range locks {
@@ -118,7 +118,7 @@ func TestMergeIsLetEnd(t *testing.T) {
 	defer unlock() // the world could not end else
 	for _, name := range []string{"back", "away"} {
 		r := w.memberOf(name)
-		for tick := time.NewTicker(20 * time.Millisecond); ; <-tick.C { // it begins, and does not come to its end
+		for tick := time.NewTicker(20 * time.Millisecond); ; <-tick.C { // the merge begins, and does not end
 			m, err := near.Stack(string(r.Spec.UID))
 			if err != nil || w.ctx.Err() != nil {
 				t.Fatalf("no merge of %s: %+v, %v", name, m, err)
@@ -128,7 +128,8 @@ func TestMergeIsLetEnd(t *testing.T) {
 				break
 			}
 		}
-		locks = append(locks, w.data.Locks.Lock(name)) // as one who merges has it: with two tries that fail the revert would fail, too
+		// As a merge worker holds the lock: with two failed tries the revert would fail, too.
+		locks = append(locks, w.data.Locks.Lock(name))
 	}
 	w.volumeIs("away", "to go anywhere", func(v *api.Volume) bool {
 		v.Spec.DiskSelector = nil
@@ -157,8 +158,8 @@ func TestMergeIsLetEnd(t *testing.T) {
 	w.holds("away", 0, "away2xx")
 }
 
-// TestRevertBesideAMergeThatFails: a revert does not wait for ever for a merge that cannot come to its end. It fails and
-// says why, the volume can be used, and once the merge is over it goes back to the snapshot.
+// TestRevertBesideAMergeThatFails: a revert does not wait for ever for a failing merge. The revert fails and says
+// why, the volume can be used, and once the merge has succeeded a revert to the snapshot succeeds.
 func TestRevertBesideAMergeThatFails(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -179,7 +180,7 @@ func TestRevertBesideAMergeThatFails(t *testing.T) {
 	}
 	free := func() {
 		for _, file := range files {
-			_ = exec.Command("chattr", "-i", file).Run() // of what is there yet
+			_ = exec.Command("chattr", "-i", file).Run() // for files still there
 		}
 	}
 	t.Cleanup(free)

@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// layersUnder awaits that the layers of the world's disk take less than so many bytes.
+// layersUnder waits until the layers of the world's disk take less than so many bytes.
 func (w *world) layersUnder(what string, bytes int64) {
 	w.t.Helper()
 	tick := time.NewTicker(20 * time.Millisecond)
@@ -49,8 +49,8 @@ func (w *world) layersTake() int64 {
 
 const extentBlocks = 64 << 10
 
-// layersUse awaits that the layers of the world's disk take so many bytes, and no block more or less but those in which
-// the file system keeps the extents of their files. Meanwhile again is done again and again.
+// layersUse waits until the layers of the world's disk take so many bytes, and no block more or less except the file
+// system's own blocks for the extents of the files. Meanwhile again runs again and again.
 func (w *world) layersUse(what string, bytes int64, again ...func()) {
 	w.t.Helper()
 	tick := time.NewTicker(20 * time.Millisecond)
@@ -71,8 +71,8 @@ func (w *world) layersUse(what string, bytes int64, again ...func()) {
 	}
 }
 
-// TestTrimExact: what is discarded in the head comes back at once; what snapshots hold, to the block, when they are
-// deleted; what others hold below a branch stays.
+// TestTrimExact: a discard in the head frees space at once; a discard above snapshots frees space, to the block, with
+// the deletion of the snapshots; data below a branch that other stacks need stays.
 func TestTrimExact(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -114,7 +114,7 @@ func TestTrimExact(t *testing.T) {
 		t.Error("what was discarded is not zero")
 	}
 
-	// What is discarded over what is left of them comes back, too, where it is much, or when it is asked for.
+	// A reclaim frees discards above the remaining layers, too, if large enough or on request.
 	discard(3<<20, 1<<20)
 	if err := w.data.attachments.Reclaim(w.ctx, w.data.attachments.Session("exact"), false); err != nil {
 		t.Fatal(err)
@@ -129,7 +129,7 @@ func TestTrimExact(t *testing.T) {
 	dd(32, 1)
 	w.layersUse("in the head", 7<<20)
 
-	// Below a branch, what the others need stays.
+	// Below a branch, data of other stacks stays.
 	s3 := w.snapshot("exact", "s3")
 	w.layersUse("again", 8<<20)
 	w.clone("exact-c", "snap://exact/s3", 64<<20)
@@ -149,7 +149,7 @@ func TestTrimExact(t *testing.T) {
 	w.detach("exact")
 }
 
-// trims asks for a trim and waits for what became of it.
+// trims requests a trim and waits for the result.
 func (w *world) trims(volume, id string) *api.TrimFact {
 	w.t.Helper()
 	v := &api.Volume{ObjectMeta: named(volume)}
@@ -167,8 +167,8 @@ func (w *world) trims(volume, id string) *api.TrimFact {
 	}).Status.Trimmed
 }
 
-// TestTrim: a mounted file system is trimmed when it is asked for, once; snapshots are deleted with it where the volume
-// or the setting wants that, down to a branch, and not those that are taken later.
+// TestTrim: a mounted file system is trimmed once per request; a trim also deletes snapshots if the volume or the
+// setting says so, down to a branch, but no snapshots taken later.
 func TestTrim(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -196,7 +196,7 @@ func TestTrim(t *testing.T) {
 	keep := w.sh("sha256sum < " + dir + "/keep")
 	file("one")
 	w.snapshot("trims", "s1")
-	w.clone("trims-c", "snap://trims/s1", 256<<20) // of it, no snapshot stands beside a
+	w.clone("trims-c", "snap://trims/s1", 256<<20) // a clone is no branch of the stack
 	file("two")
 	w.snapshot("trims", "s2")
 	w.sh("rm " + dir + "/one " + dir + "/two && sync -f " + dir)
@@ -250,7 +250,7 @@ func TestTrim(t *testing.T) {
 	w.detach("trims")
 }
 
-// TestTrimBesideAMerge: a trim while layers are being merged says that space comes back later, and it does.
+// TestTrimBesideAMerge: a trim during a merge says in its message that space comes back later, and the space does.
 func TestTrimBesideAMerge(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -275,7 +275,7 @@ func TestTrimBesideAMerge(t *testing.T) {
 	}
 	free := func() {
 		for _, file := range files {
-			_ = exec.Command("chattr", "-i", file).Run() // of what is there yet
+			_ = exec.Command("chattr", "-i", file).Run() // for files still there
 		}
 	}
 	t.Cleanup(free)
@@ -291,12 +291,12 @@ func TestTrimBesideAMerge(t *testing.T) {
 	}
 	free()
 	w.conditionIs("trims", api.ConditionMerged, "True")
-	w.layersUnder("after the merge", 12<<20) // the 24 of the files came back, though that is little
+	w.layersUnder("after the merge", 12<<20) // the 24 of the files came back, though 24 are few
 	w.sh("umount " + dir)
 	w.detach("trims")
 }
 
-// TestTrimBranch: a snapshot that another one stands on as well is the end of what a trim deletes.
+// TestTrimBranch: a trim deletes no snapshot below another branch.
 func TestTrimBranch(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

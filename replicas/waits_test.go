@@ -9,8 +9,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// A clone whose source cannot be used waits; after the setting's time it has failed, and tells why. It goes on by itself
-// when the source can be used.
+// TestCloneWaitsForItsSource: a clone without a usable source waits; after the setting's time the clone has failed,
+// and says why. Once the source is usable, the clone continues without a request.
 func TestCloneWaitsForItsSource(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -38,7 +38,7 @@ func TestCloneWaitsForItsSource(t *testing.T) {
 	}
 }
 
-// An attachment that is made of a deleted volume, which its node refuses, does not keep the volume.
+// TestAttachmentOfADeletedVolume: an attachment of a deleted volume, refused by the node, does not keep the volume.
 func TestAttachmentOfADeletedVolume(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestAttachBeforeReplica: an attach that comes before the replica that the volume names goes on when that is there.
+// TestAttachBeforeReplica: an attach before the creation of the volume's replica continues once the replica exists.
 func TestAttachBeforeReplica(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

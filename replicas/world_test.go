@@ -34,7 +34,7 @@ func TestMain(m *testing.M) {
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
 	ctrllog.SetLogger(logr.Discard())
-	_ = flag.Set("test.parallel", "4") // most of the time they wait; whoever asks for another number gets it
+	_ = flag.Set("test.parallel", "4") // the tests mostly wait; a flag may set another number
 	os.Exit(apitest.Main(m))
 }
 
@@ -121,7 +121,7 @@ func (w *world) roles(paths []string) {
 	w.stopRoles = w.run(mgr)
 }
 
-// startData does what the data process does: take the devices of the one before, then the loops.
+// startData does the work of the data process: first the devices of the former process, then the reconcilers.
 func (w *world) startData() {
 	w.t.Helper()
 	host, err := device.Open(w.ctx, filepath.Join(w.dir, "run"))
@@ -137,8 +137,8 @@ func (w *world) startData() {
 	w.loops()
 }
 
-// resumes takes up the devices of the process before. A disk that is slow keeps only its own volumes waiting, and a
-// change of the members that the process before did not see the end of waits for the API.
+// resumes resumes the devices of the former process. A slow disk keeps only its own volumes waiting, and an
+// unfinished swap of the former process waits for the API.
 func (w *world) resumes(d *Data) {
 	w.t.Helper()
 	err := d.Resume(w.ctx)
@@ -220,7 +220,7 @@ func editStatus[X any, T interface {
 	apitest.EditStatus(w.api, obj, change)
 }
 
-// abandon removes an object that nobody lets go of.
+// abandon removes an object with its finalizers.
 func (w *world) abandon(o client.Object) {
 	w.t.Helper()
 	none := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))
@@ -243,7 +243,7 @@ func (w *world) volumeIs(name string, what string, ok func(*api.Volume) bool) *a
 	return w.api.AwaitVolume(name, what, ok)
 }
 
-// says is about a volume's message.
+// says checks a volume's message.
 func says(part string) func(*api.Volume) bool {
 	return func(v *api.Volume) bool { return strings.Contains(v.Status.Message, part) }
 }
@@ -259,7 +259,7 @@ func (w *world) attached(name string) *api.Attachment {
 		func(a *api.Attachment) bool { return a.Status.Ready })
 }
 
-// make creates a volume and waits until it is there.
+// make creates a volume and waits until the volume is detached.
 func (w *world) make(name string, size int64) *api.Volume {
 	w.t.Helper()
 	w.create(volume(name, size))

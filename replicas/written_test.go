@@ -11,14 +11,15 @@ import (
 	"drover.io/drover/api"
 )
 
-// written creates an object with exactly these fields, as kubectl does.
+// written creates an object with exactly the given fields, as kubectl does.
 func (w *world) written(kind, name string, spec map[string]any) {
 	w.t.Helper()
 	w.create(&unstructured.Unstructured{Object: map[string]any{
 		"apiVersion": api.GroupVersion.String(), "kind": kind, "metadata": map[string]any{"name": name}, "spec": spec}})
 }
 
-// What cannot change can still be looked after where somebody wrote out what is empty.
+// TestEmptyFieldsWrittenOut: Drover can still update objects with immutable fields after a user wrote empty fields
+// out.
 func TestEmptyFieldsWrittenOut(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -28,7 +29,7 @@ func TestEmptyFieldsWrittenOut(t *testing.T) {
 	w.written("Snapshot", "s1", map[string]any{"volume": "a", "createSnapshot": true, "labels": map[string]any{}})
 	w.ready("s1")
 	w.written("Snapshot", "nothing", map[string]any{"volume": "a", "createSnapshot": false})
-	none := &api.Snapshot{ObjectMeta: named("nothing")} // of a snapshot that is not there: it goes
+	none := &api.Snapshot{ObjectMeta: named("nothing")} // for a missing snapshot: deleted
 	gone(w, none, &api.SnapshotList{})
 	w.written("SnapshotGroup", "g", map[string]any{"volumes": []any{"a"}, "labels": map[string]any{}})
 	await(w, &api.SnapshotGroup{ObjectMeta: named("g")}, &api.SnapshotGroupList{}, "ready",
@@ -49,7 +50,7 @@ func TestEmptyFieldsWrittenOut(t *testing.T) {
 	}
 }
 
-// A label, a finalizer and an owner that somebody takes off a snapshot are there again a moment later.
+// TestSnapshotIsAdornedAgain: Drover restores a label, a finalizer and an owner that a user took off a snapshot.
 func TestSnapshotIsAdornedAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -69,7 +70,8 @@ func TestSnapshotIsAdornedAgain(t *testing.T) {
 	}
 }
 
-// A volume of a long name, cut where a label's value must not end, has replicas, snapshots and devices like others.
+// TestLongNames: a volume with a long name, cut at a character that must not end a label's value, has replicas,
+// snapshots and devices like others.
 func TestLongNames(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

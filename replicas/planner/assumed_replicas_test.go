@@ -16,8 +16,8 @@ import (
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// TestUnknownReplicaHoldsUpNothing: while the API fails to say whether it created a Replica, the reconciler counts the
-// Replica and goes on; the reconciler creates no Replica of a volume that is being deleted.
+// TestUnknownReplicaHoldsUpNothing: while the API fails to say whether it created a Replica, the reconciler counts
+// the Replica and continues. The reconciler creates no Replica of a volume that is being deleted.
 func TestUnknownReplicaHoldsUpNothing(t *testing.T) {
 	t.Parallel()
 	s := apitest.Start(t)
@@ -53,8 +53,8 @@ func TestUnknownReplicaHoldsUpNothing(t *testing.T) {
 }
 
 // TestLostAnswerPlacesNoSecondReplica: the API's answer to the creation of a Replica is lost, after or before the API
-// created it, while the cache lacks the Replica: the next reconcile has that Replica and no other. Where the API
-// refuses the Replica, none is assumed.
+// created it, while the cache lacks the Replica: the next reconcile has that Replica and no other. The reconciler
+// assumes no Replica after a refusal of the API.
 func TestLostAnswerPlacesNoSecondReplica(t *testing.T) {
 	t.Parallel()
 	s := apitest.Start(t)

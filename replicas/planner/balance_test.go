@@ -12,7 +12,7 @@ import (
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// sits is a volume with whole replicas on the disks of a field.
+// sits makes a volume with whole replicas on the disks of a field.
 func sits(t clusterView, mode string, disks ...api.UID) (*api.Volume, clusterView, balanceRules) {
 	v := apitest.Volume("v", gib)
 	v.Spec.NumberOfReplicas = int32(len(disks))
@@ -83,7 +83,7 @@ func TestBetter(t *testing.T) {
 	}
 }
 
-// game is a volume on nodes that come and go, on which the planner's rules are played.
+// game is a volume on nodes that fail and return, for random steps of the planner's rules.
 type game struct {
 	*testing.T
 	r     *rand.Rand
@@ -153,7 +153,7 @@ func (g *game) place(s candidate, instead string) {
 	g.log = append(g.log, fmt.Sprintf("%s on %s instead of %q", r.Name, s.disk, instead))
 }
 
-// whole are the members that could be read, and are not on their way out.
+// whole counts the readable members that are to stay.
 func (g *game) whole() (n int) {
 	s := g.standing()
 	for i := range g.t.mine {
@@ -164,7 +164,7 @@ func (g *game) whole() (n int) {
 	return n
 }
 
-// step plays one look of the planner, and reports whether it did something.
+// step plays one reconcile of the planner, and reports whether the planner did something.
 func (g *game) step() bool {
 	g.fill()
 	g.r.Shuffle(len(g.t.mine), func(i, k int) { g.t.mine[i], g.t.mine[k] = g.t.mine[k], g.t.mine[i] })
@@ -179,7 +179,7 @@ func (g *game) step() bool {
 	}
 	for _, name := range d.drop {
 		g.log = append(g.log, "drop "+name)
-		if g.att != "" && slices.Contains(g.v.Status.Members, name) { // the engine does it, some time
+		if g.att != "" && slices.Contains(g.v.Status.Members, name) { // the engine drops the member later
 			i := slices.IndexFunc(g.t.mine, func(r api.Replica) bool { return r.Name == name })
 			asked = asked || !g.t.mine[i].Spec.Leave
 			g.t.mine[i].Spec.Leave = true
@@ -240,7 +240,7 @@ func (g *game) step() bool {
 	return true
 }
 
-// grow makes some of the replicas whole that are being made.
+// grow makes members of some of the stale replicas, and lets the engine drop some of the leaving members.
 func (g *game) grow(all bool) (did bool) {
 	for i := range g.t.mine {
 		r := &g.t.mine[i]
@@ -259,7 +259,7 @@ func (g *game) grow(all bool) (did bool) {
 	return did
 }
 
-// happens changes something that is not in the planner's hands.
+// happens changes something outside of the planner's control.
 func (g *game) happens() {
 	n := &g.t.nodes[g.r.IntN(len(g.t.nodes))]
 	switch g.r.IntN(9) {
@@ -279,7 +279,7 @@ func (g *game) happens() {
 		g.att = []string{"", n.Name}[g.r.IntN(2)]
 	case 6:
 		g.v.Spec.NumberOfReplicas = int32(2 + g.r.IntN(3))
-	case 7: // a member is lost, and comes back later
+	case 7: // a member is lost, and returns later
 		for i := range g.t.mine {
 			r := &g.t.mine[i]
 			if g.away[r.Spec.Node] > 0 && len(g.v.Status.Members) > 1 {
@@ -292,8 +292,9 @@ func (g *game) happens() {
 	}
 }
 
-// TestBalanceGames plays random worlds: whatever happens, no whole replica goes while fewer than wanted would be left, one
-// moves at a time, and when nothing happens any more, moves come to an end with nothing left to make better.
+// TestBalanceGames plays random worlds: the planner never removes a whole replica while fewer than the wanted number
+// would be left, moves one replica at a time, and in a world without further changes soon ends its moves with nothing
+// left to improve.
 func TestBalanceGames(t *testing.T) {
 	games := suite.Count(t, "DROVER_GAMES", 3000, 30_000)
 	total := 0

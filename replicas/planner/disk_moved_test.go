@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// TestReplicaInTheMakingStaysWithItsSource: of what is on a disk that has moved to another node, a replica that is
-// still to be made from one on another disk of the former node is not given to the new one.
+// TestReplicaInTheMakingStaysWithItsSource: a disk has moved to another node. The planner assigns the new node no
+// replica that still waits for a copy from another disk of the former node.
 func TestReplicaInTheMakingStaysWithItsSource(t *testing.T) {
 	t.Parallel()
 	s := apitest.Start(t)

@@ -7,7 +7,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// A replica whose disk still fetches layers is used, and the volume says that it does not count as a copy.
+// TestReplicaThatFetchesIsNoRedundancy: the volume's message says that a replica still fetching layers counts as no
+// copy.
 func TestReplicaThatFetchesIsNoRedundancy(t *testing.T) {
 	v := &api.Volume{Spec: api.VolumeSpec{NumberOfReplicas: 2}}
 	v.Status.Members = []string{"v.a", "v.b"}

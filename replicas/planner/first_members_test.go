@@ -59,7 +59,7 @@ func TestDeletedReplicaIsNoFirstMember(t *testing.T) {
 	}
 }
 
-// TestGivenUpReplicaLeaves: the planner tells the node of a replica that it gives up to remove the replica, before it
+// TestGivenUpReplicaLeaves: the planner gives a replica up, tells the node to remove the replica, and only then
 // deletes the replica.
 func TestGivenUpReplicaLeaves(t *testing.T) {
 	t.Parallel()

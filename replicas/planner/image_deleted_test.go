@@ -11,8 +11,9 @@ import (
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// A volume that was made after its image began to go is refused, and does not hold the image; when an image of that
-// name is there again, it is made. One that was made before may still be placed: the deletion waits for it.
+// TestVolumeOfAnImageThatGoes: the planner refuses a volume created after the deletion of the volume's image began,
+// and the volume does not hold the image. After the deletion the volume waits for a new image of the same name. A
+// volume created before the deletion may still be placed: the deletion waits for the volume.
 func TestVolumeOfAnImageThatGoes(t *testing.T) {
 	t.Parallel()
 	s := apitest.Start(t)

@@ -11,7 +11,7 @@ import (
 
 const gib = int64(1) << 30
 
-// field is two nodes with two disks each, a0 a1 on a and b0 b1 on b, of 100 GiB each.
+// field has two nodes with two disks each, a0 a1 on a and b0 b1 on b, of 100 GiB each.
 func field() clusterView {
 	t := clusterView{copies: map[api.UID]api.ImageState{}, overPct: 200, minFreePc: 10}
 	for _, name := range []string{"a", "b"} {
@@ -30,7 +30,7 @@ func field() clusterView {
 	return t
 }
 
-// zones puts a and b into one, and adds c in another.
+// zones puts a and b into one zone, and adds c in another zone.
 func zones(f *clusterView) {
 	c := *f.nodes[1].DeepCopy()
 	c.Name = "c"

@@ -11,7 +11,7 @@ import (
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// stands is a volume of three whole replicas on the nodes a, b and c.
+// stands makes a volume with three whole replicas on the nodes a, b and c.
 func stands() replicaSet {
 	v := apitest.Volume("v", 10*gib)
 	v.Spec.NumberOfReplicas, v.Spec.StaleReplicaTimeout, v.Spec.DataLocality = 3, 60, "disabled"
@@ -116,7 +116,7 @@ func TestDecide(t *testing.T) {
 		}, 0, "", nil, false},
 		"a damaged one is replaced": {func(s *replicaSet) {
 			s.mine[2].Status.Damage = []api.LayerDamage{{Length: 4096}}
-			evict(s, "c") // as one beyond repair
+			evict(s, "c") // as the planner evicts a replica beyond repair
 			s.add("d", true)
 		}, 0, "", []string{"v.c"}, false},
 		"a dead disk: none of the others goes for its replica": {func(s *replicaSet) {

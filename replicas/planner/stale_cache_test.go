@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// TestCloneOfWhatTheCacheLacks: a cache that is behind does not make a clone fail, and what is not there does.
+// TestCloneOfWhatTheCacheLacks: a cache that is behind fails no clone. A missing source fails the clone.
 func TestCloneOfWhatTheCacheLacks(t *testing.T) {
 	t.Parallel()
 	s := apitest.Start(t)
@@ -46,7 +46,7 @@ func TestCloneOfWhatTheCacheLacks(t *testing.T) {
 			"snap://other/s1": api.CloneFailed,
 		} {
 			if what == "volume" && source != "snap://none/s1" {
-				want = api.CloneInitiated // it is not known before
+				want = api.CloneInitiated // without the volume the planner cannot tell yet
 			}
 			v := apitest.Volume("clone", 16<<20)
 			v.Spec.DataSource = source
@@ -58,8 +58,8 @@ func TestCloneOfWhatTheCacheLacks(t *testing.T) {
 	}
 }
 
-// TestDetachThatTheCacheLacks: a volume that was detached is not refused a revert or a salvage because a cache is behind;
-// one that is attached is.
+// TestDetachThatTheCacheLacks: the planner refuses no revert or salvage of a detached volume because a cache is
+// behind, and refuses both for an attached volume.
 func TestDetachThatTheCacheLacks(t *testing.T) {
 	t.Parallel()
 	s := apitest.Start(t)
@@ -73,7 +73,7 @@ func TestDetachThatTheCacheLacks(t *testing.T) {
 			}
 			return c.Get(ctx, key, o, opts...)
 		}, List: func(ctx context.Context, c client.WithWatch, list client.ObjectList, _ ...client.ListOption) error {
-			return c.List(ctx, list) // all are of this volume
+			return c.List(ctx, list) // the API has no indexes, and objects of this volume alone
 		}})
 	}
 	v := createVolume(s, "stale")

@@ -19,7 +19,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// noReplicas is a node whose replicas are known to no other owner.
+// noReplicas is a node whose other owners know no replicas.
 type noReplicas struct{}
 
 func (noReplicas) Disk(_ context.Context, uid api.UID) (*stack.Disk, error) {
@@ -29,7 +29,7 @@ func (noReplicas) Damaged(context.Context, api.UID, error) {}
 func (noReplicas) Created(api.UID)                         {}
 func (noReplicas) Wake(string)                             {}
 
-// reach gives the owner an API, as the manager does once its caches have synced.
+// reach gives the owner an API, as the manager does once the caches have synced.
 func (as *Attachments) reach(server *apitest.Server) {
 	as.Client, as.Reader = server.Client, server.Client
 	as.ReachedAPI()
@@ -91,7 +91,7 @@ func attachmentsWithoutAPI(t *testing.T) *Attachments {
 	return as
 }
 
-// volumeOf creates a volume with one member, as the planner leaves it.
+// volumeOf creates a volume with one member, as the planner does.
 func volumeOf(server *apitest.Server, name string) *api.Volume {
 	server.T.Helper()
 	v := apitest.Volume(name, 16<<20)

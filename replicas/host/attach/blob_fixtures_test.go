@@ -13,13 +13,14 @@ import (
 	"drover.io/drover/replicas/sources"
 )
 
-// testdata/v1, v2, ... have what a released version leaves with the holder for each kind of session, and the file of a
-// node's places, both byte for byte. A process of a later version takes devices up by them, and an older one may follow
-// it, so they are never changed. A version that writes another blob adds a folder with that blob alone, here v3, with
+// testdata/v1, v2, ... have the blobs that a released version leaves with the holder for each kind of session, and
+// the file of a node's places, both byte for byte. A process of a later version resumes devices by these files, and
+// an older process may follow, so the files never change. A version with another blob adds a folder with the new blob
+// alone, here v3, with
 //
 //	DROVER_WRITE_FIXTURES=v3 go test -run 'TestBlobs|TestPlaces' ./replicas/host/attach
 //
-// and a row of the test; blobs of the older rows are still read, and written the same.
+// and a row of the test; this version still reads blobs of the older rows, and writes the same.
 
 // likeFixture compares the present encoding of a value with a fixture of a version, and returns the fixture.
 func likeFixture(t *testing.T, version, name string, value any) []byte {
@@ -33,7 +34,7 @@ func likeFixture(t *testing.T, version, name string, value any) []byte {
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			t.Fatal(err)
 		}
-		f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o644) // of a released version it stays
+		f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o644) // O_EXCL keeps a released file
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -64,7 +65,8 @@ const (
 	fixDiskB  = api.UID("00000000-0000-4000-a000-000000000002")
 )
 
-// TestBlobsOfEverySessionAreReadAndWrittenAsBefore has a blob of each shape: what a device is resumed by.
+// TestBlobsOfEverySessionAreReadAndWrittenAsBefore: this version reads the device records of each released version,
+// and writes the same bytes, for each kind of session.
 func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 	here := memberSpec{Name: "data-a", UID: fixHere, Node: "one", Disk: fixDiskA, Path: "/var/lib/drover/a"}
 	there := memberSpec{Name: "data-b", UID: fixThere, Node: "two", Disk: fixDiskB,
@@ -109,20 +111,21 @@ func TestBlobsOfEverySessionAreReadAndWrittenAsBefore(t *testing.T) {
 		if err := json.Unmarshal(raw, &got); err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("%s says %+v, %v; it said %+v", name, got, err, want)
 		}
-		// As a session keeps it, which has more fields beside.
+		// A session keeps the blob beside more fields.
 		s := &Session{blob: got}
 		if again := s.snapshotBlob(); !reflect.DeepEqual(again, want) {
 			t.Errorf("a session keeps %s as %+v", name, again)
 		}
 	}
-	// A blob of v1 names no member of a volume with one replica: it says the same as one of v2 but for the object's name.
+	// A blob of v1 names no member of a volume with one replica, and equals a blob of v2 but for the object's name.
 	single.upgrade("one")
 	if alone.Members[0].Name = ""; !reflect.DeepEqual(single, alone) {
 		t.Errorf("the blob of v1 becomes\n%+v, not\n%+v", single, alone)
 	}
 }
 
-// TestPlacesAreReadAndWrittenAsBefore is about the file that a node's process knows others by before it has the API.
+// TestPlacesAreReadAndWrittenAsBefore: this version reads and writes the same file as a released version, by which a
+// node's process knows other nodes before the process has the API.
 func TestPlacesAreReadAndWrittenAsBefore(t *testing.T) {
 	want := remote.Known{Disks: map[api.UID]string{fixDiskA: "/var/lib/drover/a"},
 		Nodes: map[string]string{"two": "192.0.2.2:7000", "three": "[2001:db8::3]:7000"},

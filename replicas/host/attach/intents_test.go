@@ -15,7 +15,7 @@ import (
 	"drover.io/drover/replicas/host/localnode"
 )
 
-// asked is an API in which nothing is, and that tells when it is asked.
+// asked is an API without objects, and reports each request.
 type asked struct {
 	client.Client
 	ch chan struct{}
@@ -29,8 +29,8 @@ func (a asked) Get(context.Context, client.ObjectKey, client.Object, ...client.G
 	return apierrors.NewNotFound(schema.GroupResource{}, "v")
 }
 
-// TestOthersBeforeTheAPI: a replica is told of before the API is reached, to a session that was resumed. It is looked
-// for again once the API is there, though nobody tells a second time.
+// TestOthersBeforeTheAPI: a resumed session is notified of a replica before the node reaches the API. The session
+// looks for other replicas once the node has reached the API, without a second notification.
 func TestOthersBeforeTheAPI(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		there := asked{ch: make(chan struct{}, 1)}

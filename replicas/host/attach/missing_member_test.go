@@ -10,8 +10,9 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestResumeLeavesOutMissingMembers: a process that takes a device up does not adopt a member that an earlier one began
-// without, however well it can be opened by now, and notes the members that it begins without itself.
+// TestResumeLeavesOutMissingMembers: a process that resumes a device adopts no member that the device record calls
+// missing, even if the process can open the member by now. The process records as missing each member that did not
+// open.
 func TestResumeLeavesOutMissingMembers(t *testing.T) {
 	as := attachmentsWithoutAPI(t)
 	ctx := context.Background()
@@ -25,7 +26,7 @@ func TestResumeLeavesOutMissingMembers(t *testing.T) {
 		uid := api.NewUID()
 		b.Members = append(b.Members, memberSpec{Name: name, UID: uid, Node: "a", Disk: api.UID(disk.UID()), Path: disk.Path()})
 		if name == "v-3" {
-			break // its files are gone
+			break // the third replica has no files
 		}
 		if err := disk.CreateReplica(ctx, stack.Spec{UID: string(uid), Volume: "v", VolumeUID: string(volume), Size: 1 << 20}); err != nil {
 			t.Fatal(err)

@@ -9,8 +9,9 @@ import (
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// TestStaleAttachment: a node whose cache still has an attachment that another node has by now does not claim the volume
-// again. The node was cut off, for example, and the members told first that the engine here has ended.
+// TestStaleAttachment: an attachment, deleted or moved to another node, is still in the node's cache. The node does
+// not claim the volume again. The node was cut off, for example, and the members said first that the engine here has
+// ended.
 func TestStaleAttachment(t *testing.T) {
 	server := apitest.Start(t)
 	as := attachmentsWithoutAPI(t)

@@ -8,7 +8,8 @@ import (
 	"drover.io/drover/replicas/peer"
 )
 
-// A member whose machine restarted takes the place of the others only where nobody holds what it may lack.
+// TestSelectMembers: the engine attaches with a member whose machine restarted only if no engine holds a member with
+// possibly newer writes.
 func TestSelectMembers(t *testing.T) {
 	v := &api.Volume{ObjectMeta: apitest.Named("v")}
 	v.Status.Size, v.Status.Epoch, v.Status.RevertedEpoch = 1<<30, 7, 5

@@ -9,7 +9,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestMemberHereFollowsTheMembers: where a replica has moved from one disk of the node to another, the session and its
+// TestMemberHereFollowsTheMembers: a replica has moved from one disk of the node to another. The session and its
 // record name the replica on the new disk.
 func TestMemberHereFollowsTheMembers(t *testing.T) {
 	before := memberSpec{Name: "v-a", UID: api.NewUID(), Node: "n", Disk: api.NewUID(), Path: "/a"}

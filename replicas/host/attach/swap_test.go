@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestSwapOfADeadProcess: a swap that a dead process had asked for is either found, or can never be made any more, once
-// the successor has asked the API.
+// TestSwapOfADeadProcess: once the successor of a dead process has asked the API, the successor has found the dead
+// process's swap, or the API refuses the swap from then on.
 func TestSwapOfADeadProcess(t *testing.T) {
 	server := apitest.Start(t)
 	as := attachmentsWithoutAPI(t)
@@ -56,7 +56,7 @@ func TestSwapOfADeadProcess(t *testing.T) {
 	}
 }
 
-// TestTheAPISaysWhoseTheVolumeIs: the engine's question is answered by the volume as the API has the volume now.
+// TestTheAPISaysWhoseTheVolumeIs: the current volume in the API answers the engine's question about the owner.
 func TestTheAPISaysWhoseTheVolumeIs(t *testing.T) {
 	server := apitest.Start(t)
 	as := attachmentsWithoutAPI(t)
@@ -141,7 +141,7 @@ func TestBlobsAreKeptInTheirOrder(t *testing.T) {
 }
 
 // TestDropBeforeAPI: an engine that resumed before the node reached the API, and has to drop a member, is refused for
-// now. The device record has no swap that the API was not asked for: the next process could not resume without the API.
+// now. The device record has no swap without a request to the API: the next process could not resume without the API.
 func TestDropBeforeAPI(t *testing.T) {
 	as := attachmentsWithoutAPI(t)
 	b := blob{Volume: "v", VolumeUID: api.NewUID(), Epoch: 3, Now: 3,
@@ -159,8 +159,8 @@ func TestDropBeforeAPI(t *testing.T) {
 	}
 }
 
-// TestNoSwapBeginsWithoutARecord: a process that ends gives its devices up before it ends the engines. A swap in between
-// would have no record, and the next process would end the device as one of another engine.
+// TestNoSwapBeginsWithoutARecord: a process that ends hands over the devices before the end of the engines. A swap in
+// between would have no record, and the next process would end the device as another engine's.
 func TestNoSwapBeginsWithoutARecord(t *testing.T) {
 	as := attachmentsWithoutAPI(t)
 	thread, err := as.Threads.Pick()

@@ -27,7 +27,7 @@ func (n *fakeNode) Opened(*stack.Disk) []*stack.Replica   { return nil }
 func (n *fakeNode) DigestsMade([]string)                  {}
 func (n *fakeNode) Setting(context.Context, string) int64 { return 0 }
 
-// frozen is a disk on which n layers have no digests yet.
+// frozen makes a disk with n layers that have no digests yet.
 func frozen(t *testing.T, n int) *stack.Disk {
 	t.Helper()
 	ctx := context.Background()
@@ -65,12 +65,12 @@ func frozen(t *testing.T, n int) *stack.Disk {
 	return disk
 }
 
-// TestFinishingGivesWayToGuests: the worker pauses after each layer that it finishes, more often while guests are at
-// work, with an upper bound, so that it never starves.
+// TestFinishingGivesWayToGuests: the worker pauses after each finished layer, more often while guests are at work,
+// with an upper bound, and never starves.
 func TestFinishingGivesWayToGuests(t *testing.T) {
 	for _, c := range []struct {
 		name  string
-		did   []uint64 // by the guests, each time that is asked; the last step goes on
+		did   []uint64 // by the guests, at each question; the last step repeats
 		rests []int    // after each layer
 	}{
 		{"no guest", []uint64{5, 5}, []int{1, 1}},
@@ -112,14 +112,14 @@ func TestFinishingGivesWayToGuests(t *testing.T) {
 	}
 }
 
-// TestNothingIsMergedBeforeTheAPI: a snapshot that another node's engine cut off a replica here, before the node has
-// reached the API, has its layers merged later: how fast, and who else has the volume, is not known yet.
+// TestNothingIsMergedBeforeTheAPI: another node's engine cuts a replica of a node that has not reached the API. The
+// node merges the layers later, because the rate and the other users of the volume are not known yet.
 func TestNothingIsMergedBeforeTheAPI(t *testing.T) {
 	disk := frozen(t, 1)
 	workers := NewWorkers()
 	w := NewMergeWorker(&fakeNode{}, workers, slog.New(slog.DiscardHandler))
 	w.Merge(disk, "r", "v")
-	workers.Close() // waits for what was begun
+	workers.Close() // waits for merges in progress
 	if !w.IsDue("r") {
 		t.Error("the replica is not due any more")
 	}

@@ -23,7 +23,7 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// oneVolume is an API with one volume and its replica on this node.
+// oneVolume is an API with one volume and the volume's replica on this node.
 type oneVolume struct {
 	client.Client
 	v api.Volume
@@ -50,8 +50,9 @@ type reachedNode struct{ Node }
 
 func (reachedNode) APIReached() bool { return true }
 
-// TestFormerEngineIsRefused: the node of the former engine of a detached volume cannot come back in the epoch that the
-// replica adopted from it. In a session that the API names it comes back, also while the cache is behind.
+// TestFormerEngineIsRefused: the node of a detached volume's former engine cannot open a session in the epoch that
+// the replica adopted from this engine. The node may return in a session that the API names, also while the cache is
+// behind.
 func TestFormerEngineIsRefused(t *testing.T) {
 	disk, err := stack.Add(t.Context(), t.TempDir())
 	if err != nil {
@@ -109,7 +110,7 @@ func TestFormerEngineIsRefused(t *testing.T) {
 	}
 }
 
-// slowReader counts the questions that the API gets at once.
+// slowReader counts the questions to the API at the same time.
 type slowReader struct {
 	*oneVolume
 	now, most, all atomic.Int64
@@ -126,7 +127,8 @@ func (r *slowReader) Get(ctx context.Context, key client.ObjectKey, to client.Ob
 	return r.oneVolume.Get(ctx, key, to, o...)
 }
 
-// TestQuestionsAreBounded: a node that the API does not name asks for a replica a thousand times at once.
+// TestQuestionsAreBounded: a node, not named by the API, asks for a replica a thousand times at once. The API gets a
+// bounded number of questions at the same time.
 func TestQuestionsAreBounded(t *testing.T) {
 	uid, volume := string(api.NewUID()), string(api.NewUID())
 	has := &oneVolume{}
@@ -153,7 +155,8 @@ func TestQuestionsAreBounded(t *testing.T) {
 	}
 }
 
-// TestFormerSessionIsEnded: an engine keeps its session after the detach of the volume. It reads and writes no more.
+// TestFormerSessionIsEnded: an engine keeps a session after the detach of the volume. The replica's node ends the
+// session, and the engine can no longer read.
 func TestFormerSessionIsEnded(t *testing.T) {
 	disk, err := stack.Add(t.Context(), t.TempDir())
 	if err != nil {

@@ -9,8 +9,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// TestHolderBesideAFailingDisk: a disk that fails hides no replica of other disks, and a replica that no other disk has
-// may be on it.
+// TestHolderBesideAFailingDisk: a failing disk hides no replica of other disks. The search for a replica on a failing
+// disk ends with an error.
 func TestHolderBesideAFailingDisk(t *testing.T) {
 	good, err := stack.Add(t.Context(), t.TempDir())
 	if err != nil {
@@ -25,7 +25,7 @@ func TestHolderBesideAFailingDisk(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Whatever is asked for in it fails, as on a file system that was shut down.
+	// Every access to the folder fails, as on a file system that was shut down.
 	folder := filepath.Join(failing.Path(), "replicas")
 	if err := os.RemoveAll(folder); err != nil {
 		t.Fatal(err)

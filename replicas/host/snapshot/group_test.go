@@ -13,8 +13,8 @@ import (
 
 // fakeCut is a cut of a volume whose I/O, or disk, may hang.
 type fakeCut struct {
-	stirs bool          // what is under way does not end
-	hangs chan struct{} // its disk does until this is closed; nil: it does not
+	stirs bool          // requests in progress do not end
+	hangs chan struct{} // the disk hangs until hangs is closed; nil: no hang
 	held  bool
 	done  bool
 }
@@ -46,8 +46,8 @@ func groupOf(cuts ...*fakeCut) (parts []*groupPart, all []cutting) {
 	return parts, all
 }
 
-// TestGroupBesideIOThatHangs: volumes of a group do not wait for one whose I/O does not come to its end, and are let go of
-// together.
+// TestGroupBesideIOThatHangs: the other volumes of a group do not wait longer than longestHeld for a volume whose I/O
+// hangs, and the group releases all volumes together.
 func TestGroupBesideIOThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, b, c := &fakeCut{}, &fakeCut{stirs: true}, &fakeCut{}
@@ -78,7 +78,8 @@ func TestGroupBesideIOThatHangs(t *testing.T) {
 	})
 }
 
-// TestGroupBesideADiskThatHangs: a volume of a group that is cut goes on, whatever the disk of another one does.
+// TestGroupBesideADiskThatHangs: a volume of a group continues once the volume is cut, while the disk of another
+// volume hangs.
 func TestGroupBesideADiskThatHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, b := &fakeCut{}, &fakeCut{hangs: make(chan struct{})}
@@ -99,7 +100,7 @@ func TestGroupBesideADiskThatHangs(t *testing.T) {
 	})
 }
 
-// TestBusyAgain: a try that held I/O back is not followed by the next one at once.
+// TestBusyAgain: after a failed try that held I/O, the next try waits.
 func TestBusyAgain(t *testing.T) {
 	if again := busyAgain(api.Errorf(api.Busy, "volume v: %w", stack.ErrUnderWay)); again < 5*time.Second {
 		t.Errorf("I/O is held back again after %v", again)
