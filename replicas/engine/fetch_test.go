@@ -119,6 +119,11 @@ func TestAnotherMemberAnswersWhatIsNotFetched(t *testing.T) {
 	if _, members, err := r.e.Epoch(t.Context()); err != nil || len(members) != 2 {
 		t.Errorf("members %v: %v", members, err)
 	}
+	r.l.do(func() {
+		if r.e.suspect != 0 {
+			t.Error("the engine is about to drop a member that still fetches")
+		}
+	})
 }
 
 // TestWhatNobodyFetchedIsSetAside: if no member has fetched the blocks, the engine sets reads of these blocks aside,
