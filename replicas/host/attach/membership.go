@@ -36,7 +36,7 @@ type membership struct {
 	done   chan struct{}
 	look   chan struct{} // wakes the rebuild goroutine
 	turn   chan struct{} // held by the rebuild that resyncs a replica
-	// joiners are the replicas that a rebuild is about to join, by uid.
+	// joiners describe the replicas that a rebuild is about to join, by uid: func() memberSpec.
 	joiners *sync.Map
 	most    atomic.Int64 // seconds that I/O waits for replicas; 0: without end
 	fails   atomic.Bool  // I/O waited for longer, and fails

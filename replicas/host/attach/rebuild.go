@@ -245,7 +245,13 @@ func (as *Attachments) resyncAndJoin(ctx context.Context, s *Session, c *rebuild
 	if err != nil {
 		return err
 	}
-	joiners.Store(string(spec.UID), spec)
+	joiners.Store(string(spec.UID), func() memberSpec { // for the swap, with the boot of the session with the replica
+		now := spec
+		if p, ok := engine.Unwrap(m.Member).(*peer.Member); ok {
+			now.Boot = p.Boot()
+		}
+		return now
+	})
 	defer joiners.Delete(string(spec.UID))
 	before, known := s.local.Load(spec.UID)
 	if here != nil { // before the swap, after which the join still compares

@@ -131,7 +131,7 @@ func (as *Attachments) adderOf(s *Session) func(ctx context.Context, epoch int64
 		if !ok {
 			return api.Errorf(api.NotFound, "replica %s is not about to join", member)
 		}
-		spec := x.(memberSpec)
+		spec := x.(func() memberSpec)()
 		if err := as.recordProposal(s, epoch+1, &spec); err != nil {
 			return err
 		}
