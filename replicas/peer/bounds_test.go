@@ -185,6 +185,17 @@ func TestDescriptionsAreBounded(t *testing.T) {
 	}
 }
 
+// TestControlFramesAreBounded: the sender refuses a control frame above the receiver's bound, and sends a frame that is
+// as large as the bound.
+func TestControlFramesAreBounded(t *testing.T) {
+	if err := checkFrame("answer", make([]byte, maxControl)); err != nil {
+		t.Error(err)
+	}
+	if err := checkFrame("answer", make([]byte, maxControl+1)); !api.Is(err, api.OutOfRange) {
+		t.Errorf("a frame above the bound: %v", err)
+	}
+}
+
 // TestMessagesAreBounded: the message of a peer's error is cut, so no peer fills a log.
 func TestMessagesAreBounded(t *testing.T) {
 	f := fault{Message: strings.Repeat("é", 1<<20)}

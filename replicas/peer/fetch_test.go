@@ -212,7 +212,9 @@ func TestRemoteReplicaTellsWhatItFetches(t *testing.T) {
 	if err := Do(t.Context(), loop, m, read); !errors.Is(err, stack.ErrNotFetched) {
 		t.Errorf("a read of what is not fetched: %v", err)
 	}
-	if _, err := m.Digests(t.Context(), 0, 1<<20); !errors.Is(err, stack.ErrNotFetched) {
+	soon, cancel := context.WithTimeout(t.Context(), 20*time.Second) // a longer call would be a stall
+	defer cancel()
+	if _, err := m.Digests(soon, 0, 1<<20); !errors.Is(err, stack.ErrNotFetched) {
 		t.Errorf("digests of what is not fetched: %v", err)
 	}
 	if err := m.Adopt(t.Context(), 2, 1, []string{f.uid}); err != nil {
