@@ -21,6 +21,7 @@ func TestFirstMemberDeletedBesideItsRecord(t *testing.T) {
 	w.stopRoles()
 	var once sync.Once
 	var deleted string
+	removed := make(chan bool, 1)
 	w.refuse = func(o client.Object) error {
 		v, is := o.(*api.Volume)
 		if !is || len(v.Status.Members) == 0 {
@@ -37,6 +38,7 @@ func TestFirstMemberDeletedBesideItsRecord(t *testing.T) {
 			for range tick.C { // the node has decided about the removal
 				if err := w.c.Get(w.ctx, client.ObjectKeyFromObject(r), r); apierrors.IsNotFound(err) ||
 					w.ctx.Err() != nil || strings.Contains(r.Status.Message, "the removal waits") {
+					removed <- apierrors.IsNotFound(err)
 					return
 				}
 			}
@@ -45,11 +47,16 @@ func TestFirstMemberDeletedBesideItsRecord(t *testing.T) {
 	}
 	w.roles([]string{w.dir + "/disk"})
 	w.create(volume("v1", 16*mib), attachment("v1"))
-	a := w.attached("v1")
-	writeDevice(t, a.Status.Device, 0, pattern(mib))
-	if deleted == "" {
+	select {
+	case is := <-removed:
+		if is {
+			t.Fatalf("the node has removed replica %s, which the controller records as the first member", deleted)
+		}
+	case <-time.After(2 * time.Minute):
 		t.Fatal("no replica was deleted")
 	}
+	a := w.attached("v1")
+	writeDevice(t, a.Status.Device, 0, pattern(mib))
 	v := w.volumeIs("v1", "without the deleted replica", func(v *api.Volume) bool {
 		return len(v.Status.Members) == 1 && v.Status.Members[0] != deleted
 	})

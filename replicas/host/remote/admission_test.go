@@ -103,9 +103,13 @@ func TestFormerEngineIsRefused(t *testing.T) {
 		{"the cache is behind", 4, "", 0, true},
 	} {
 		has.v.Status.Epoch, has.v.Status.EngineNode = c.epoch, c.engine
-		err := s.AllowSession(t.Context(), "c", uid, volume, 5)
-		if c.ok && err != nil || !c.ok && !api.Is(err, c.kind) {
-			t.Errorf("%s: %v", c.name, err)
+		for what, err := range map[string]error{
+			"a session": s.AllowSession(t.Context(), "c", uid, volume, 5),
+			"an open":   s.AllowOpen(t.Context(), "c", uid, volume),
+		} {
+			if c.ok && err != nil || !c.ok && !api.Is(err, c.kind) {
+				t.Errorf("%s: %s: %v", c.name, what, err)
+			}
 		}
 	}
 }
