@@ -104,6 +104,7 @@ func (s *Scrubber) Reconcile(ctx context.Context, r *api.Replica, disk *stack.Di
 				delete(s.found, r.Spec.UID)
 			}
 			s.mu.Unlock()
+			s.copyDamage(r, disk) // a repair may have removed damage between the scrub and its report
 		} else {
 			if !found.told {
 				found.told = true
