@@ -102,19 +102,26 @@ func (r stuckReplica) AdoptFor(ctx context.Context, node string, epoch, incarnat
 
 // Drain waits for the hanging requests.
 func (r stuckReplica) Drain(ctx context.Context) error {
-	r.d.mu.Lock()
-	var wait chan struct{}
-	if r.d.asked["io"] > 0 {
-		wait = r.d.goOn
-	}
-	r.d.mu.Unlock()
-	if wait != nil {
-		<-wait
-	}
+	r.d.awaitIO()
 	return r.Replica.Drain(ctx)
 }
 
+// awaitIO waits for the hanging requests.
+func (d *stuckDisk) awaitIO() {
+	d.mu.Lock()
+	var wait chan struct{}
+	if d.asked["io"] > 0 {
+		wait = d.goOn
+	}
+	d.mu.Unlock()
+	if wait != nil {
+		<-wait
+	}
+}
+
+// Close waits for the hanging requests, like the close of a replica.
 func (r stuckReplica) Close() error {
+	r.d.awaitIO()
 	if wait := r.d.waits("close"); wait != nil {
 		<-wait
 	}
@@ -273,8 +280,13 @@ func TestAbandonedMemberDrainsBeforeItServes(t *testing.T) {
 		t.Fatal(err)
 	}
 	d.hang("io")
+	wrote := make(chan error, 1)
+	go func() { wrote <- write() }()
+	for d.hung("io") == 0 { // the disk has the write
+		time.Sleep(time.Millisecond)
+	}
 	s.set(300*time.Millisecond, 600*time.Millisecond)
-	if err := write(); !api.Is(err, api.Unavailable) {
+	if err := <-wrote; !api.Is(err, api.Unavailable) {
 		t.Fatalf("a write to a disk that hangs: %v", err)
 	}
 	for range 3 {

@@ -549,15 +549,7 @@ func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
 		}
 		return nil, x.t.adoptSession(c.ctx, x, a)
 	case kindClose:
-		if is, err := x.isCurrent(); !is {
-			c.dropSession(x)
-			x.t.removeSession(x)
-			if errors.Is(err, errSession) {
-				err = nil // no session was adopted; errSession would break the connection, and all other sessions with it
-			}
-			return nil, err
-		}
-		return nil, x.t.closeReplica()
+		return nil, c.closeSession(x)
 	}
 	name, args, _ := bytes.Cut(b, []byte("\n"))
 	if places := x.reading[string(name)]; places != nil {

@@ -2,6 +2,7 @@ package peer
 
 import (
 	"cmp"
+	"errors"
 	"runtime/debug"
 	"slices"
 	"sync"
@@ -144,4 +145,20 @@ func (c *served) addSession(x *session) error {
 	}
 	c.sessions[x.id] = x
 	return nil
+}
+
+// closeSession ends a session. The end of the served session closes the replica.
+func (c *served) closeSession(x *session) error {
+	if x.t.giveUp(x) {
+		return nil
+	}
+	if is, err := x.isCurrent(); !is {
+		c.dropSession(x)
+		x.t.removeSession(x)
+		if errors.Is(err, errSession) {
+			return nil // no session was adopted; errSession would break the connection, and all other sessions with it
+		}
+		return err
+	}
+	return x.t.closeReplica()
 }

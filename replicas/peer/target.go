@@ -26,6 +26,7 @@ type target struct {
 	mu       sync.Mutex
 	sessions map[*session]bool
 	serving  *session // the last adopted session
+	entering *session // the session whose adoption is in progress
 	linger   *time.Timer
 	shutting bool
 	gone     chan struct{}
@@ -43,6 +44,7 @@ type session struct {
 	c       *served
 	t       *target
 	adopted bool // loop thread
+	over    bool // guarded by the target's mu: the engine gave the session up while the adoption was in progress
 	account account
 	failed  error // guarded by the connection's lock: why the server refuses the session's frames
 	// Places for calls that read content, by their name: reads of a snapshot with a hanging source delay no digests.
@@ -215,11 +217,15 @@ func (t *target) submitInbox() {
 	t.inMu.Unlock()
 }
 
-// adoptSession serves a session from now on. One adoption runs at a time, so that an older session cannot replace a
-// newer one.
+// adoptSession serves a session from now on. One adoption runs at a time, and none of a session that the engine gave up
+// meanwhile, so that an older session cannot replace a newer one.
 func (t *target) adoptSession(ctx context.Context, x *session, a adoption) error {
 	t.adopting.Lock()
 	defer t.adopting.Unlock()
+	if err := t.enter(x); err != nil {
+		return err
+	}
+	defer t.endEntering(x)
 	t.changing.Lock()
 	defer t.changing.Unlock()
 	node := x.c.node
@@ -245,6 +251,38 @@ func (t *target) adoptSession(ctx context.Context, x *session, a adoption) error
 		return t.rep.Drain(ctx)
 	}
 	return nil
+}
+
+// enter notes that the adoption of a session is in progress.
+func (t *target) enter(x *session) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.sessions[x] {
+		return api.Errorf(api.Unavailable, "the engine has given session %d up", x.id)
+	}
+	t.entering = x
+	return nil
+}
+
+// endEntering notes that the adoption of a session has ended, and ends the session if the engine gave it up.
+func (t *target) endEntering(x *session) {
+	t.mu.Lock()
+	t.entering = nil
+	over := x.over
+	t.mu.Unlock()
+	if over {
+		x.c.dropSession(x)
+		t.removeSession(x)
+	}
+}
+
+// giveUp notes that the engine gave a session up, and reports whether the adoption of the session is in progress: the
+// disk may hang, so the session ends with the adoption. A replica that closes would refuse other sessions until then.
+func (t *target) giveUp(x *session) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	x.over = t.entering == x
+	return x.over
 }
 
 // servingNow returns the last adopted session; nil: none.
