@@ -48,8 +48,8 @@ func (j *job) planImage(img *image, ambiguous bool) {
 	have := j.images[img.Name]
 	switch {
 	case have == nil && ambiguous:
-		j.addStep(step{Finding: img.newFinding(cli.FoundConflict, "the disks hold several images of this name: choose the disk "+
-			"of the right image with --disk")})
+		j.addStep(step{Finding: img.newFinding(cli.FoundConflict, "the disks hold several images of this name: choose the "+
+			"disk of the right image with --disk")})
 	case have == nil:
 		obj, note, err := img.recordedObject()
 		if err != nil {

@@ -128,8 +128,8 @@ func (j *job) planVolume(v *volume, ambiguous bool) {
 		return
 	}
 	if have == nil && ambiguous {
-		j.addStep(step{Finding: v.newFinding(cli.FoundConflict, "the disks hold several volumes of this name: choose the disk "+
-			"of the right volume with --disk")})
+		j.addStep(step{Finding: v.newFinding(cli.FoundConflict, "the disks hold several volumes of this name: choose the "+
+			"disk of the right volume with --disk")})
 		return
 	}
 	if have != nil && have.Status.UID != v.uid {

@@ -22,8 +22,8 @@ import (
 const resumeWait = 5 * time.Second
 
 // Resume resumes the devices that a predecessor left, each in its recorded epoch, without the API: waiting I/O
-// continues. A device that cannot be resumed stays held, its I/O waits, and the error names the device. Resume tries such
-// a device again in the background until the API answers; then the attachment reconciler does.
+// continues. A device that cannot be resumed stays held, its I/O waits, and the error names the device. Resume tries
+// such a device again in the background until the API answers; then the attachment reconciler does.
 func (as *Attachments) Resume(ctx context.Context) error {
 	type try struct {
 		volume string
@@ -75,8 +75,8 @@ func (as *Attachments) Resume(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// resumeAgain repeats a resume that failed with err until the API answers: from then on the attachment reconciler resumes
-// the device. A disk, or the node of a member, may answer earlier than the API.
+// resumeAgain repeats a resume that failed with err until the API answers: from then on the attachment reconciler
+// resumes the device. A disk, or the node of a member, may answer earlier than the API.
 func (as *Attachments) resumeAgain(ctx context.Context, spec device.Spec, err error) {
 	for err != nil && !as.APIReached() && !errors.Is(err, stack.ErrRestarted) && !api.Is(err, api.Denied) {
 		pause := time.NewTimer(localnode.ResumePause)

@@ -10,8 +10,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// sureReader reads from the API itself. A new API server answers for a moment that it does not know the kind: sureReader
-// does not take the answer for the end of an object, which would take devices down.
+// sureReader reads from the API itself. A new API server answers for a moment that it does not know the kind:
+// sureReader does not take the answer for the end of an object, which would take devices down.
 type sureReader struct{ client.Reader }
 
 // Get implements client.Reader.

@@ -367,7 +367,7 @@ func (s *Scrubber) scrubReplica(ctx context.Context, disk *stack.Disk, task scru
 		f.damage = addDamage(f.damage, uid, list)
 	}
 	f.at = time.Now()
-	s.log.Info("layers compared with their digests", "volume", m.Volume, "layers", len(m.AllLayers()), "compared", compared,
-		"damaged", len(f.damage), "took", time.Since(began).Round(time.Millisecond))
+	s.log.Info("layers compared with their digests", "volume", m.Volume, "layers", len(m.AllLayers()),
+		"compared", compared, "damaged", len(f.damage), "took", time.Since(began).Round(time.Millisecond))
 	return f, nil
 }

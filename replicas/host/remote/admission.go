@@ -91,8 +91,8 @@ func (s *Server) AllowOpen(ctx context.Context, node, replica, volume string) er
 // questionsAtOnce is how many questions about one node's requests the API gets at once.
 const questionsAtOnce = 8
 
-// beginQuestion waits until the API may be asked about a request of a node: a node whose requests are refused takes none
-// of the API from others.
+// beginQuestion waits until the API may be asked about a request of a node: a node whose requests are refused leaves
+// the API to others.
 func (s *Server) beginQuestion(ctx context.Context, node string) (end func(), err error) {
 	s.mu.Lock()
 	places := s.questions[node]
