@@ -23,6 +23,9 @@ func TestVolumeOfASilentNodeIsUnknown(t *testing.T) {
 		t.Fatal(err)
 	}
 	server.Run(mgr)
+	if !mgr.GetCache().WaitForCacheSync(server.Ctx) {
+		t.Fatal("the cache does not start")
+	}
 	var n api.Node
 	if err := server.Client.Get(server.Ctx, client.ObjectKey{Name: "n1"}, &n); err != nil {
 		t.Fatal(err)

@@ -22,6 +22,9 @@ func TestVolumeOfAnImageThatGoes(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.Run(mgr)
+	if !mgr.GetCache().WaitForCacheSync(s.Ctx) {
+		t.Fatal("the cache does not start")
+	}
 	img := &api.BackingImage{ObjectMeta: apitest.Named("golden"), Spec: api.BackingImageSpec{SourceType: api.SourceFile}}
 	img.Finalizers = []string{api.Finalizer}
 	s.Create(img)
