@@ -22,7 +22,7 @@ type RecoveredVolume struct {
 	Epoch   int64    `json:"epoch"`
 	Size    int64    `json:"size"`
 	Members []string `json:"members"` // names of Replica objects
-	// RevertedEpoch is the epoch of the last revert of a member.
+	// RevertedEpoch is the epoch of the last revert of a replica that has not joined since.
 	RevertedEpoch int64 `json:"revertedEpoch,omitempty"`
 }
 

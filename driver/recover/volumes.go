@@ -58,11 +58,13 @@ func (v *volume) memberNames() []string {
 // epoch returns the epoch of the latest session, or 1 for a volume that was never attached.
 func (v *volume) epoch() int64 { return max(v.reps[0].Epoch, 1) }
 
-// revertedEpoch returns the epoch of the last revert of a replica; 0: never.
+// revertedEpoch returns the epoch of the last revert of a replica that has not joined since; 0: none.
 func (v *volume) revertedEpoch() int64 {
 	last := int64(0)
 	for _, r := range v.reps {
-		last = max(last, r.Reverted)
+		if r.Joined <= r.Reverted { // else the replica has the content of the members that it joined
+			last = max(last, r.Reverted)
+		}
 	}
 	return last
 }

@@ -144,6 +144,11 @@ func (p *volumeReconciler) releaseDeleted(ctx context.Context, mine []api.Replic
 		if err := p.setLeave(ctx, r); err != nil {
 			return nil, err
 		}
+		if r.DeletionTimestamp == nil { // giveUpReplica ended before the deletion
+			if err := p.client.Delete(ctx, r); client.IgnoreNotFound(err) != nil {
+				return nil, fmt.Errorf("replica %s: %w", r.Name, err)
+			}
+		}
 	}
 	return left, nil
 }

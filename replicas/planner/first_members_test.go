@@ -89,3 +89,20 @@ func TestGivenUpReplicaLeaves(t *testing.T) {
 		t.Fatalf("not deleted: %v", err)
 	}
 }
+
+// TestReplicaThatLeavesIsDeleted: the controller ended between the two writes that give a replica up. The next controller
+// deletes the replica.
+func TestReplicaThatLeavesIsDeleted(t *testing.T) {
+	t.Parallel()
+	s := apitest.Start(t)
+	v := createVolume(s, "v1")
+	r := &api.Replica{ObjectMeta: apitest.Named(v.Status.Members[0])}
+	apitest.Edit(s, r, func(r *api.Replica) { r.Finalizers, r.Spec.Leave = []string{api.Finalizer}, true })
+	p := &volumeReconciler{client: s.Client, reader: s.Client, events: events.NewFakeRecorder(10), log: s.Log}
+	if left, err := p.releaseDeleted(s.Ctx, []api.Replica{*r}); err != nil || len(left) > 0 {
+		t.Fatalf("%d replicas can be members, %v", len(left), err)
+	}
+	if err := s.Client.Get(s.Ctx, client.ObjectKeyFromObject(r), r); err != nil || r.DeletionTimestamp == nil {
+		t.Errorf("not deleted: %v", err)
+	}
+}
