@@ -51,8 +51,8 @@ type reachedNode struct{ Node }
 func (reachedNode) APIReached() bool { return true }
 
 // TestFormerEngineIsRefused: the node of a detached volume's former engine cannot open a session in the epoch that
-// the replica adopted from this engine. The node may return in a session that the API names, also while the cache is
-// behind.
+// the replica adopted from this engine, also if the controller has begun a later epoch without an engine, as a drop of
+// a replica does. The node may return in a session that the API names, also while the cache is behind.
 func TestFormerEngineIsRefused(t *testing.T) {
 	disk, err := stack.Add(t.Context(), t.TempDir())
 	if err != nil {
@@ -100,6 +100,7 @@ func TestFormerEngineIsRefused(t *testing.T) {
 		{"attached", 5, "c", 0, true},
 		{"detached", 5, "", api.Denied, false},
 		{"attached elsewhere", 6, "b", api.Denied, false},
+		{"detached, in a later epoch", 7, "", api.Denied, false},
 		{"the cache is behind", 4, "", 0, true},
 	} {
 		has.v.Status.Epoch, has.v.Status.EngineNode = c.epoch, c.engine
