@@ -436,7 +436,7 @@ func (c *Cut) LetGo() {
 	})
 }
 
-// Release lets writes continue, and other cuts begin. A repeated call does nothing.
+// Release lets writes continue, and other cuts and swaps begin. A repeated call does nothing.
 func (c *Cut) Release() {
 	e := c.e
 	e.cfg.Loop.Post(func() {
@@ -446,6 +446,7 @@ func (c *Cut) Release() {
 		c.out = true
 		e.cutting = false
 		e.gate.openGate(nil)
+		e.nextDrop() // the swap of a joiner may wait
 	})
 }
 

@@ -350,9 +350,10 @@ func (e *Engine) freePlaceLater(m int) {
 	e.gens.callAfterOperations(func() { e.spare |= bit(m) })
 }
 
-// nextJoin starts the swap for the next join.
+// nextJoin starts the swap for the next join. During a deletion of a snapshot the swap waits: a joiner that does not
+// delete the snapshot must not become a member.
 func (e *Engine) nextJoin() {
-	if len(e.wishes) == 0 {
+	if len(e.wishes) == 0 || e.cutting {
 		return
 	}
 	j := e.wishes[0]

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"context"
+	"slices"
 	"testing"
 	"time"
 
@@ -17,7 +18,7 @@ type keeper struct {
 }
 
 func (k *keeper) State(context.Context) (stack.Meta, error) {
-	return stack.Meta{Snapshots: k.snapshots}, nil
+	return stack.Meta{Snapshots: slices.Clone(k.snapshots)}, nil
 }
 
 func (k *keeper) Forget(_ context.Context, uid string) error {

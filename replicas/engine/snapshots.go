@@ -79,7 +79,8 @@ func (e *Engine) SealAll(ctx context.Context) error {
 	})
 }
 
-// onEachMember calls fn for all members, and for joiners, too. No cut begins meanwhile.
+// onEachMember calls fn for all members, and for joiners, too. No cut and no swap of a joiner begins meanwhile: the
+// engine gives the join up if fn fails for the joiner.
 func (e *Engine) onEachMember(ctx context.Context, joiners bool, fn func(context.Context, Cutter) error) error {
 	var refused error
 	c := &Cut{e: e}
@@ -109,14 +110,13 @@ func (e *Engine) onEachMember(ctx context.Context, joiners bool, fn func(context
 	errs := c.forEachMember(c.who|coming, func(_ int, x Cutter) error { return fn(ctx, x) })
 	var all []error
 	for m, err := range errs {
-		if err == nil {
-			continue
+		if why := err; why != nil && coming.has(m) {
+			// Not with ctx, whose time may be over: a joiner that is not removed becomes a member.
+			err = e.runOnLoop(e.ctx, func() { e.removeJoiners(bit(m), why) })
 		}
-		if coming.has(m) {
-			_ = e.runOnLoop(ctx, func() { e.removeJoiners(bit(m), err) })
-			continue
+		if err != nil {
+			all = append(all, fmt.Errorf("replica %s: %w", c.list[m].Name, err))
 		}
-		all = append(all, fmt.Errorf("replica %s: %w", c.list[m].Name, err))
 	}
 	return errors.Join(all...)
 }
