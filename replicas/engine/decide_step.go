@@ -13,9 +13,6 @@ func (e *Engine) decideStep(o *op) {
 		e.decideRead(o)
 		return
 	}
-	if j := o.failed & e.joiners; j != 0 { // the joiner lacks this write, and no swap has begun
-		e.removeJoiners(j, nil)
-	}
 	if e.mayAcknowledge(o) {
 		if o.probe {
 			o.probe = false

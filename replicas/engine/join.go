@@ -331,12 +331,7 @@ func (e *Engine) removeJoiners(who set, why error) {
 			continue
 		}
 		e.joiners &^= bit(m)
-		if why != nil || j.err == nil {
-			j.err = why
-		}
-		if j.err == nil {
-			j.err = api.Errorf(api.Unavailable, "a write to the joining replica failed")
-		}
+		j.err = why
 		e.wishes = slices.DeleteFunc(e.wishes, func(w *join) bool { return w == j })
 		delete(e.joins, m)
 		e.freePlaceLater(m)

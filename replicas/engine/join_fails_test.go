@@ -4,12 +4,14 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -79,4 +81,72 @@ func TestDropSnapshotBesideAJoin(t *testing.T) {
 			})
 		})
 	}
+}
+
+// awaitsSwap opens an engine of one member, and a replica joins up to its swap. The function swap lets the join ask for
+// the swap; added reports whether the engine made the swap.
+func awaitsSwap(t *testing.T, late *memory) (r *rig, swap func(), joined chan error, added *atomic.Bool) {
+	added = &atomic.Bool{}
+	r = newRig(t, 1, func(c *Config) {
+		c.Members[0].Member.(*memory).auto = true
+		c.Members[0].Member = mirror{memory: c.Members[0].Member.(*memory)}
+		c.Track = true
+		c.Add = func(context.Context, int64, string) error { added.Store(true); return nil }
+		c.Drop = func(context.Context, int64, string) error { return nil }
+	})
+	ready, goOn := make(chan struct{}), make(chan struct{})
+	joined = make(chan error, 1)
+	go func() {
+		_, err := r.e.Join(t.Context(), Named{Name: "late", Member: mirror{memory: late}},
+			JoinOptions{OnSwap: func() error { close(ready); <-goOn; return nil }})
+		joined <- err
+	}()
+	<-ready
+	r.l.do(func() { r.m[0].auto, late.auto = false, false })
+	return r, func() { close(goOn) }, joined, added
+}
+
+// TestJoinerThatFailsBeforeItsSwap: a write to a joining replica fails while a member still has the write in progress,
+// and then the join asks for its swap. The engine makes no swap, and the join names the cause.
+func TestJoinerThatFailsBeforeItsSwap(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		late := &memory{t: t, data: make([]byte, testSize), auto: true}
+		r, swap, joined, added := awaitsSwap(t, late)
+		write := r.start(block.OpWrite, 0, fill(4096, 1), 0)
+		r.l.do(func() {
+			late.fail = func(*block.Request) error { return syscall.EIO }
+			late.next(0)
+		})
+		swap()
+		synctest.Wait() // the join has asked for the swap
+		r.answer(0, 0, nil)
+		is(t, write, nil)
+		if err := within(t, "join", joined); !errors.Is(err, syscall.EIO) || added.Load() {
+			t.Errorf("the join: %v; a swap was made: %v", err, added.Load())
+		}
+		r.close()
+	})
+}
+
+// TestFormerJoinerIsNoCause: two writes to a joining replica fail, the second one after the volume's member has failed
+// it as well. The guest hears the member's error.
+func TestFormerJoinerIsNoCause(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		late := &memory{t: t, data: make([]byte, testSize), auto: true}
+		r, swap, joined, _ := awaitsSwap(t, late)
+		late.fail = func(*block.Request) error { return syscall.EIO }
+		first := r.start(block.OpWrite, 0, fill(4096, 1), 0)
+		second := r.start(block.OpWrite, 8192, fill(4096, 1), 0)
+		r.l.do(func() { late.next(0) })
+		r.answer(0, 1, syscall.EROFS)
+		r.l.do(func() { late.next(0) })
+		r.answer(0, 0, nil)
+		swap()
+		is(t, first, nil)
+		is(t, second, syscall.EROFS)
+		if err := within(t, "join", joined); !errors.Is(err, syscall.EIO) {
+			t.Errorf("the join: %v", err)
+		}
+		r.close()
+	})
 }

@@ -335,9 +335,10 @@ func (o *op) takeAnswer(m int, err error) {
 		// A failed flush is not tried again: the kernel reports a lost write only once.
 		o.full |= bit(m)
 	}
-	switch j := o.e.joins[m]; {
-	case j != nil && !o.e.joining.has(m):
-		j.err = err
+	switch {
+	case o.e.joiners.has(m): // the joiner lacks this write, and must not begin a swap
+		o.e.removeJoiners(bit(m), err)
+	case !(o.e.members | o.e.joining).has(m): // a former joiner or member: the others fail the request, or nothing does
 	case o.sore.has(m) && api.Is(o.err, api.Unavailable): // an unreachable member may have the damaged data
 	default:
 		o.err = err
