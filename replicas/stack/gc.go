@@ -116,16 +116,15 @@ func (d *Disk) Collect(ctx context.Context, grace time.Duration) (err error) {
 	if err != nil {
 		return err
 	}
-	now := time.Now()
 	err = errors.Join(d.collectHalfMade(replicaDir, stackFile, ownerFile, d.headHoldsData),
 		d.collectHalfMade(imagesDir, imageFile, "", nil))
 	if unsynced != nil {
 		err = errors.Join(err, fmt.Errorf("garbage collection deletes no layer: %w", unsynced))
 	} else {
-		err = errors.Join(err, d.collectLayers(ctx, now, grace, before))
+		err = errors.Join(err, d.collectLayers(ctx, grace, before))
 	}
 	unlock() // no record can name a layer in the trash, and the deletion may take long
-	return errors.Join(err, d.collectTrash(ctx, now, grace))
+	return errors.Join(err, d.collectTrash(ctx, grace))
 }
 
 // collectHalfMade removes folders without a record that no process works on, except folders that keep wants, which had
@@ -158,7 +157,8 @@ func (d *Disk) collectHalfMade(dir, record, lock string, keep func(uid string) (
 }
 
 // collectLayers collects the layers that have no reference now, and had none before the records became durable.
-func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Duration, before map[string]bool) error {
+func (d *Disk) collectLayers(ctx context.Context, grace time.Duration, before map[string]bool) error {
+	now := time.Now()
 	names, err := d.referencedLayers()
 	if err != nil {
 		return fmt.Errorf("garbage collection deletes no layer: %w", err)
@@ -218,7 +218,7 @@ func (d *Disk) collectLayers(ctx context.Context, now time.Time, grace time.Dura
 	return failed
 }
 
-func (d *Disk) collectTrash(ctx context.Context, now time.Time, grace time.Duration) error {
+func (d *Disk) collectTrash(ctx context.Context, grace time.Duration) error {
 	entries, err := d.FS.ReadDir(d.Join(trashDir))
 	if err != nil {
 		return err
@@ -233,7 +233,7 @@ func (d *Disk) collectTrash(ctx context.Context, now time.Time, grace time.Durat
 			continue
 		}
 		since, err := strconv.ParseInt(part[3], 10, 64)
-		if err != nil || part[0] == orphanPrefix && now.Sub(time.Unix(since, 0)) < grace {
+		if err != nil || part[0] == orphanPrefix && time.Since(time.Unix(since, 0)) < grace {
 			continue
 		}
 		gone = append(gone, e.Name())

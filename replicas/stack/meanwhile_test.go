@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -400,4 +401,33 @@ func TestCollectBesideAChange(t *testing.T) {
 	if err := collector.Collect(ctx, 0); err != nil || there() {
 		t.Errorf("%v; the layer is there: %t", err, there())
 	}
+}
+
+// TestSlowCollectWithoutGrace: garbage collection without a grace deletes a layer without a reference at once, also on a
+// disk whose operations take a second each.
+func TestSlowCollectWithoutGrace(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, d, uid := context.Background(), newDisk(t), string(api.NewUID())
+		w, err := d.Create(ctx, uid, 1<<20)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := w.Seal(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.Abort(); err != nil {
+			t.Fatal(err)
+		}
+		collector, f := tap(t, d)
+		f.set(func(string, string) (func(), error) { time.Sleep(time.Second); return nil, nil })
+		if err := collector.Collect(ctx, 0); err != nil {
+			t.Fatal(err)
+		}
+		f.set(nil)
+		for _, dir := range []string{layer.Dir, trashDir} {
+			if left, err := os.ReadDir(d.Join(dir)); err != nil || len(left) > 0 {
+				t.Errorf("%s has %v, %v", dir, left, err)
+			}
+		}
+	})
 }
