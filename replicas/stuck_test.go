@@ -142,15 +142,15 @@ func TestMergeIsLetEnd(t *testing.T) {
 			n.Spec.Disks[i].EvictionRequested = filepath.Base(n.Spec.Disks[i].Path) == "near"
 		}
 	})
-	w.volumeIs("back", "waiting for the merge", func(v *api.Volume) bool {
-		return v.Status.Reverted != nil && strings.Contains(v.Status.Reverted.Message, "are being merged")
+	w.revertIs("back", "waiting for the merge", func(is *api.RevertFact) bool {
+		return strings.Contains(is.Message, "are being merged")
 	})
 	w.replicaSays("away", "are being merged")
 	unlock()
 	w.stopData()
 	free()
 	w.startData()
-	w.volumeIs("back", "reverted", func(v *api.Volume) bool { return v.Status.Reverted.State == api.CloneCompleted })
+	w.revertIs("back", "reverted", func(is *api.RevertFact) bool { return is.State == api.CloneCompleted })
 	w.volumeIs("away", "moved", func(v *api.Volume) bool {
 		return len(v.Status.Members) == 1 && v.Status.Members[0] != was
 	})
