@@ -167,10 +167,13 @@ func (b *Backend) Call(ctx context.Context, name string, args []byte) ([]byte, e
 	return m.serve(ctx, b, args)
 }
 
-// PrepareCut prepares a cut. An earlier prepared cut is given up.
+// PrepareCut prepares a cut, unless ctx has ended: the engine then gave the cut up. An earlier prepared cut is given up.
 func (b *Backend) PrepareCut(ctx context.Context, s stack.Snapshot) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if err := ctx.Err(); err != nil { // the prepared cut is a later one
+		return api.Errorf(api.Unavailable, "the engine has given the cut up: %w", err)
+	}
 	if err := b.endCutLocked(); err != nil {
 		return err
 	}

@@ -39,10 +39,12 @@ func (none) Validate(limits) error { return nil }
 // method is a call of an engine to a replica: Member makes the call, Backend serves it.
 type method[A arguments, R any] struct {
 	name    string
-	repeat  bool // the call may run twice: sent again after a broken connection
-	changes bool // the call changes layers: never carried out for a former session after the answer to ADOPT
-	commits bool // the replica has other layers or snapshots after the call: a merge and reports may follow
-	atOnce  int  // calls at once in a session, for reads of content and long lists; 0: any number
+	repeat  bool   // the call may run twice: sent again after a broken connection
+	changes bool   // the call changes layers: never carried out for a former session after the answer to ADOPT
+	commits bool   // the replica has other layers or snapshots after the call: a merge and reports may follow
+	scope   string // the session's work that the call belongs to; empty: none
+	ends    bool   // the call gives earlier calls of its scope up: their contexts end
+	atOnce  int    // calls at once in a session, for reads of content and long lists; 0: any number
 	run     func(ctx context.Context, b *Backend, args A) (R, error)
 	encode  func(out R, args A) ([]byte, error)
 	decode  func(b []byte, args A, l limits) (R, error) // and check
@@ -53,14 +55,16 @@ type servedMethod interface {
 	callName() string
 	changesLayers() bool
 	commitsLayers() bool
+	scopeName() (of string, ends bool)
 	mostAtOnce() int
 	serve(ctx context.Context, b *Backend, args []byte) ([]byte, error)
 }
 
-func (m *method[A, R]) callName() string    { return m.name }
-func (m *method[A, R]) changesLayers() bool { return m.changes }
-func (m *method[A, R]) commitsLayers() bool { return m.commits }
-func (m *method[A, R]) mostAtOnce() int     { return m.atOnce }
+func (m *method[A, R]) callName() string                  { return m.name }
+func (m *method[A, R]) scopeName() (of string, ends bool) { return m.scope, m.ends }
+func (m *method[A, R]) changesLayers() bool               { return m.changes }
+func (m *method[A, R]) commitsLayers() bool               { return m.commits }
+func (m *method[A, R]) mostAtOnce() int                   { return m.atOnce }
 
 // serve carries out a peer's call.
 func (m *method[A, R]) serve(ctx context.Context, b *Backend, args []byte) ([]byte, error) {

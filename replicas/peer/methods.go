@@ -45,7 +45,7 @@ var (
 	dropSnapshotCall = &method[uidArgs, none]{name: "drop-snapshot", repeat: true, changes: true, commits: true,
 		run: func(ctx context.Context, b *Backend, a uidArgs) (none, error) { return none{}, b.Forget(ctx, a.UID) }}
 	// prepareCutCall commits nothing: the stack keeps its layers until do-cut.
-	prepareCutCall = &method[cutArgs, none]{name: "prepare-cut", changes: true,
+	prepareCutCall = &method[cutArgs, none]{name: "prepare-cut", changes: true, scope: "cut", ends: true,
 		run: func(ctx context.Context, b *Backend, a cutArgs) (none, error) {
 			return none{}, b.PrepareCut(ctx, stack.Snapshot(a))
 		}}
@@ -53,7 +53,7 @@ var (
 		run: func(ctx context.Context, b *Backend, _ none) (none, error) { return none{}, b.Hold(ctx) }}
 	doCutCall = &method[uidArgs, none]{name: "do-cut", repeat: true, changes: true, commits: true,
 		run: func(ctx context.Context, b *Backend, a uidArgs) (none, error) { return none{}, b.DoCut(ctx, a.UID) }}
-	abortCutCall = &method[none, none]{name: "abort-cut",
+	abortCutCall = &method[none, none]{name: "abort-cut", scope: "cut", ends: true,
 		run: func(ctx context.Context, b *Backend, _ none) (none, error) { return none{}, b.AbortCut(ctx) }}
 	releaseCall = &method[none, none]{name: "release",
 		run: func(_ context.Context, b *Backend, _ none) (none, error) { b.Release(); return none{}, nil }}

@@ -2,7 +2,6 @@ package peer
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"crypto/tls"
 	"encoding/json"
@@ -35,7 +34,7 @@ type served struct {
 	work     *sync.Cond
 	out      []outgoing
 	sessions map[uint32]*session
-	opening  map[uint32]bool // sessions that are being opened; true: the engine gave the session up meanwhile
+	opening  map[uint32]context.CancelFunc // sessions that are being opened; the end of the session ends the open
 	free     []*incoming
 	err      error
 	calls    sync.WaitGroup
@@ -89,6 +88,7 @@ func (c *served) dropSession(x *session) {
 func (c *served) dropLocked(x *session) {
 	if c.sessions[x.id] == x {
 		delete(c.sessions, x.id)
+		x.endCalls()
 		c.s.sessions.remove(c.node, 1)
 	}
 }
@@ -228,17 +228,11 @@ func (c *served) readFrames(r *bufio.Reader) error {
 		case kindOpen, kindAdopt, kindClose, kindCall:
 			var b []byte
 			if b, err = readPayload(r, &h); err == nil {
-				c.mu.Lock()
-				c.calling++
-				c.args += int64(len(b))
-				if h.kind == kindOpen {
-					c.opening[h.session] = false
-				}
-				c.mu.Unlock()
+				ctx := c.beginControl(&h, b)
 				c.calls.Add(1)
 				go func(h header) { // captured, each header would be allocated
 					defer c.calls.Done()
-					c.answerControl(h, b)
+					c.answerControl(ctx, h, b)
 				}(h)
 			}
 		default:
@@ -456,137 +450,4 @@ func (c *served) writeAnswers() {
 			return
 		}
 	}
-}
-
-// answerControl carries out a control frame, in a goroutine of its own.
-func (c *served) answerControl(h header, b []byte) {
-	answer, err := c.carryOutGuarded(&h, b)
-	if err == nil {
-		err = checkFrame("answer", answer)
-	}
-	o := outgoing{h: header{kind: kindAnswer, id: h.id}, payload: answer}
-	if err != nil {
-		o = errorAnswer(h.id, err)
-	}
-	o.call = true
-	c.mu.Lock()
-	if h.kind == kindOpen {
-		delete(c.opening, h.session)
-	}
-	c.calling--
-	c.args -= int64(len(b))
-	c.answers += int64(len(o.payload))
-	c.out = append(c.out, o)
-	c.work.Broadcast()
-	c.mu.Unlock()
-}
-
-func (c *served) carryOut(h *header, b []byte) ([]byte, error) {
-	x, failed := c.findSession(h)
-	if failed != nil {
-		switch h.kind {
-		case kindClose:
-			c.dropSession(x)
-		case kindAdopt: // the engine wants the replica again, in a new session
-			c.dropSession(x)
-			failed = errSession
-		}
-		return nil, failed
-	}
-	if h.kind == kindOpen {
-		var q openRequest
-		if err := json.Unmarshal(b, &q); err != nil || x != nil {
-			return nil, api.Errorf(api.Invalid, "open: it makes no sense")
-		}
-		if err := q.validate(); err != nil {
-			return nil, err
-		}
-		if c.s.o.AllowOpen != nil {
-			if err := c.s.o.AllowOpen(c.ctx, c.node, q.Replica, q.Volume); err != nil {
-				return nil, err
-			}
-		}
-		if err := c.s.sessions.check(c.node); err != nil {
-			return nil, err
-		}
-		t, err := c.s.openTarget(c.ctx, q.Replica, q.Volume)
-		if err != nil {
-			return nil, err
-		}
-		x = &session{id: h.session, c: c, t: t, account: account{of: &c.account}, reading: map[string]chan struct{}{}}
-		for name, m := range methods {
-			if n := m.mostAtOnce(); n > 0 {
-				x.reading[name] = make(chan struct{}, n)
-			}
-		}
-		if err := t.addSession(x); err != nil {
-			return nil, err
-		}
-		if err := c.addSession(x); err != nil {
-			return nil, err
-		}
-		return json.Marshal(t.rep.Info())
-	}
-	switch {
-	case x == nil && h.kind == kindClose: // errSession would break the connection, and all other sessions with it
-		return nil, api.Errorf(api.Unavailable, "the session has ended already")
-	case x == nil:
-		return nil, errSession
-	}
-	switch h.kind {
-	case kindAdopt:
-		var a adoption
-		if err := json.Unmarshal(b, &a); err != nil {
-			return nil, api.Errorf(api.Invalid, "adopt: %w", err)
-		}
-		if err := a.validate(); err != nil {
-			return nil, err
-		}
-		if c.s.o.Allow != nil {
-			if err := c.s.o.Allow(c.ctx, c.node, x.t.uid, x.t.volume, a.Epoch); err != nil {
-				return nil, err
-			}
-		}
-		return nil, x.t.adoptSession(c.ctx, x, a)
-	case kindClose:
-		return nil, c.closeSession(x)
-	}
-	name, args, _ := bytes.Cut(b, []byte("\n"))
-	if places := x.reading[string(name)]; places != nil {
-		if err := x.beginRead(places); err != nil {
-			return nil, err
-		}
-		defer func() { <-places }()
-	}
-	if is := methods[string(name)]; is != nil && is.changesLayers() {
-		x.t.changing.RLock()
-		defer x.t.changing.RUnlock()
-	}
-	switch is, err := x.isCurrent(); {
-	case err != nil:
-		return nil, err
-	case !is:
-		return nil, api.Errorf(api.Denied, "the replica adopted another session")
-	}
-	return x.t.rep.Call(c.ctx, string(name), args)
-}
-
-// beginRead waits until a call may read content: few calls of a kind do at once in a session, and none while answers
-// wait for the client.
-func (x *session) beginRead(places chan struct{}) error {
-	c := x.c
-	select {
-	case places <- struct{}{}:
-	case <-c.ctx.Done():
-		return errClosed
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for c.err == nil && c.answers >= connAnswers {
-		c.work.Wait()
-	}
-	if c.err != nil {
-		<-places
-	}
-	return c.err
 }

@@ -135,7 +135,7 @@ func (s *Server) Serve(on net.Listener) error {
 			return fmt.Errorf("connections of other nodes: %w", err)
 		}
 		c := &served{s: s, nc: &hasty{nc, s.o.Stalled}, accepted: nc, sessions: map[uint32]*session{},
-			opening: map[uint32]bool{}}
+			opening: map[uint32]context.CancelFunc{}}
 		c.work = sync.NewCond(&c.mu)
 		c.ctx, c.cancel = context.WithCancel(context.Background())
 		s.mu.Lock()

@@ -2,6 +2,7 @@ package peer
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"runtime/debug"
 	"slices"
@@ -11,13 +12,13 @@ import (
 )
 
 // carryOutGuarded carries out a control frame. A panic ends its session alone.
-func (c *served) carryOutGuarded(h *header, b []byte) (answer []byte, err error) {
+func (c *served) carryOutGuarded(ctx context.Context, h *header, b []byte) (answer []byte, err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			err = c.endSession(h, p)
 		}
 	}()
-	return c.carryOut(h, b)
+	return c.carryOut(ctx, h, b)
 }
 
 // endSession ends the session of a control frame that panicked: all frames of the session are answered with the error.
@@ -57,16 +58,12 @@ func (s *sessionCount) hasRoom(node string) error {
 	return nil
 }
 
-// findSession returns the session of a control frame, and why the server refuses its frames. If the frame ends a session
-// that is being opened, the session ends when it is open.
+// findSession returns the session of a control frame, and why the server refuses its frames.
 func (c *served) findSession(h *header) (x *session, refused error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if x = c.sessions[h.session]; x != nil {
 		return x, x.failed
-	}
-	if _, opens := c.opening[h.session]; opens && h.kind == kindClose {
-		c.opening[h.session] = true
 	}
 	return nil, nil
 }
@@ -106,9 +103,9 @@ func (s *sessionCount) remove(node string, n int) {
 	}
 }
 
-// addSession adds an opened session, and removes the oldest sessions of the connection with the same replica: an engine
+// addSession adds an opened session, unless the context of the open has ended, and removes the oldest sessions of the connection with the same replica: an engine
 // sends no notice of abandoned sessions.
-func (c *served) addSession(x *session) error {
+func (c *served) addSession(ctx context.Context, x *session) error {
 	serving := x.t.servingNow()
 	c.mu.Lock()
 	var extra []*session
@@ -122,7 +119,7 @@ func (c *served) addSession(x *session) error {
 	case c.err != nil:
 		extra = []*session{x}
 		return c.err
-	case c.opening[x.id]:
+	case ctx.Err() != nil:
 		extra = []*session{x}
 		return api.Errorf(api.Unavailable, "the engine has given session %d up", x.id)
 	case c.sessions[x.id] != nil:

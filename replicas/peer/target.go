@@ -46,7 +46,8 @@ type session struct {
 	adopted bool // loop thread
 	over    bool // guarded by the target's mu: the engine gave the session up while the adoption was in progress
 	account account
-	failed  error // guarded by the connection's lock: why the server refuses the session's frames
+	failed  error             // guarded by the connection's lock: why the server refuses the session's frames
+	scopes  map[string]*scope // guarded by the connection's lock
 	// Places for calls that read content, by their name: reads of a snapshot with a hanging source delay no digests.
 	reading map[string]chan struct{}
 }
