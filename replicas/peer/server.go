@@ -91,7 +91,8 @@ type Server struct {
 	mu      sync.Mutex
 	ln      *listener.Listener
 	conns   map[*served]bool
-	targets map[string]*target // by uid of the replica
+	targets map[string]*target       // by uid of the replica
+	opens   map[string]chan struct{} // by uid of the replica: closed at the end of the open in progress
 	closed  bool
 	wg      sync.WaitGroup
 	refused listener.Tally // connections
@@ -115,7 +116,8 @@ func NewServer(o ServerOptions) (*Server, error) {
 		}
 		o.Boot = strings.TrimSpace(string(b))
 	}
-	return &Server{o: o, bufs: newBuffers(serverMemory), conns: map[*served]bool{}, targets: map[string]*target{}}, nil
+	return &Server{o: o, bufs: newBuffers(serverMemory), conns: map[*served]bool{}, targets: map[string]*target{},
+		opens: map[string]chan struct{}{}}, nil
 }
 
 // Serve takes connections until the listener or the server is closed. Any other end is an error.

@@ -61,22 +61,64 @@ type incoming struct {
 	err  error
 }
 
-// openTarget finds or opens a replica.
+// openTarget finds or opens a replica. One open of a replica runs at a time; an open whose context ends leaves the queue.
 func (s *Server) openTarget(ctx context.Context, replica, volume string) (*target, error) {
+	end, err := s.beginOpen(ctx, replica)
+	if err != nil {
+		return nil, err
+	}
+	defer end()
+	t, err := s.findTarget(ctx, replica)
+	switch {
+	case err != nil:
+		return nil, err
+	case t == nil:
+		return s.openReplica(ctx, replica, volume)
+	case t.volume != volume:
+		return nil, api.Errorf(api.Invalid, "the replica is not one of that volume")
+	}
+	return t, nil
+}
+
+// beginOpen waits for the other opens of a replica. An open waits for a hanging disk: without the queue, all opens that
+// waited would open the replica at once afterwards, and refuse each other.
+func (s *Server) beginOpen(ctx context.Context, replica string) (end func(), err error) {
+	for {
+		s.mu.Lock()
+		other := s.opens[replica]
+		if other == nil {
+			ended := make(chan struct{})
+			s.opens[replica] = ended
+			s.mu.Unlock()
+			return func() {
+				s.mu.Lock()
+				delete(s.opens, replica)
+				s.mu.Unlock()
+				close(ended)
+			}, nil
+		}
+		s.mu.Unlock()
+		select {
+		case <-other:
+		case <-ctx.Done():
+			return nil, api.Errorf(api.Busy, "another open of the replica is in progress: %w", ctx.Err())
+		}
+	}
+}
+
+// findTarget returns the open replica; nil: the replica is not open. findTarget waits while the replica closes.
+func (s *Server) findTarget(ctx context.Context, replica string) (*target, error) {
 	for {
 		s.mu.Lock()
 		t := s.targets[replica]
 		s.mu.Unlock()
 		if t == nil {
-			break
+			return nil, nil
 		}
 		t.mu.Lock()
 		shutting := t.shutting
 		t.mu.Unlock()
 		if !shutting {
-			if t.volume != volume {
-				return nil, api.Errorf(api.Invalid, "the replica is not one of that volume")
-			}
 			return t, nil
 		}
 		select {
@@ -84,6 +126,13 @@ func (s *Server) openTarget(ctx context.Context, replica, volume string) (*targe
 		case <-ctx.Done():
 			return nil, api.Errorf(api.Busy, "the replica's last session is ending: %w", ctx.Err())
 		}
+	}
+}
+
+// openReplica opens a replica. The caller has the replica's turn.
+func (s *Server) openReplica(ctx context.Context, replica, volume string) (*target, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, api.Errorf(api.Unavailable, "the engine has given the open up: %w", err)
 	}
 	rep, loop, err := s.o.Open(ctx, replica, volume)
 	if err != nil {
@@ -93,9 +142,9 @@ func (s *Server) openTarget(ctx context.Context, replica, volume string) (*targe
 		gone: make(chan struct{})}
 	t.takes = t.submitInbox
 	s.mu.Lock()
-	if s.targets[replica] != nil || s.closed { // a replica has one opener: unreachable
+	if s.closed {
 		s.mu.Unlock()
-		return nil, errors.Join(api.Errorf(api.Busy, "the replica was opened twice"), rep.Close())
+		return nil, errors.Join(errClosed, rep.Close())
 	}
 	s.targets[replica] = t
 	s.mu.Unlock()
