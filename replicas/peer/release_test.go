@@ -2,6 +2,7 @@ package peer
 
 import (
 	"math/rand/v2"
+	"runtime"
 	"testing"
 	"time"
 
@@ -68,4 +69,40 @@ func TestLinger(t *testing.T) {
 	if err := m.Close(); err == nil {
 		t.Error("the end of a session that was not reached is said to be clean")
 	}
+}
+
+// TestReleaseFromWaitsForNoDisk: the sessions of a former engine end although the disk hangs. The server waits for the
+// disk in its Close.
+func TestReleaseFromWaitsForNoDisk(t *testing.T) {
+	d := &stuckDisk{}
+	defer d.resume()
+	f := newFar(t, testSize, func(o *ServerOptions) { o.Open = d.open(o.Open) })
+	m := member(t, newDialer(t, f.at), f, startLoop(t), nil)
+	adoptAs(t, m, 1, 1)
+	c, session := m.c, m.session
+	d.hang("close")
+	released := make(chan bool, 1)
+	go func() { released <- f.s.ReleaseFrom(f.uid, "near") }()
+	d.awaitHang("close")
+	s, closed := f.s, make(chan struct{})
+	if !within(t, "end of the release", released) {
+		t.Error("the replica is said not to serve the node")
+	}
+	if f.s.ReleaseFrom(f.uid, "near") {
+		t.Error("the replica is said to serve the node after the end of the sessions")
+	}
+	if _, err := m.callRaw(t.Context(), c, session, kindCall, []byte("meta\n{}")); err == nil {
+		t.Error("a call of the session that ended has an answer")
+	}
+	go func() { s.Close(); close(closed) }()
+	for !s.isClosed() {
+		runtime.Gosched()
+	}
+	select {
+	case <-closed:
+		t.Error("the server ended before the replica")
+	default:
+	}
+	d.resume()
+	within(t, "end of the server", closed)
 }

@@ -202,18 +202,28 @@ func (s *Server) Release(replica string) error {
 	return t.closeReplica()
 }
 
-// ReleaseFrom is Release of a replica that serves a session of a node. ReleaseFrom reports whether the replica did.
-func (s *Server) ReleaseFrom(replica, node string) (did bool, err error) {
+// ReleaseFrom ends the sessions of a replica that serves a node, and reports whether the replica served the node.
+// ReleaseFrom waits for no disk: a goroutine of the Server closes the replica.
+func (s *Server) ReleaseFrom(replica, node string) bool {
 	s.mu.Lock()
 	t := s.targets[replica]
+	if t == nil || s.closed {
+		s.mu.Unlock()
+		return false
+	}
+	s.wg.Add(1) // with the lock: Close waits afterwards
 	s.mu.Unlock()
-	if t == nil {
-		return false, nil
+	if x := t.servingNow(); x == nil || x.c.node != node || !t.endSessions() {
+		s.wg.Done()
+		return false
 	}
-	if x := t.servingNow(); x == nil || x.c.node != node {
-		return false, nil
-	}
-	return true, t.closeReplica()
+	go func() {
+		defer s.wg.Done()
+		if err := t.endReplica(); err != nil {
+			s.o.Log.Warn("the replica of a former engine cannot be closed", "replica", t.uid, "err", err)
+		}
+	}()
+	return true
 }
 
 // Serves reports whether a replica is open for an engine on another node.

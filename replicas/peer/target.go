@@ -193,13 +193,22 @@ func (t *target) removeSession(x *session) {
 	})
 }
 
-// closeReplica closes the replica, without sessions.
+// closeReplica ends the sessions and closes the replica.
 func (t *target) closeReplica() error {
-	t.mu.Lock()
-	if t.shutting {
-		t.mu.Unlock()
+	if !t.endSessions() {
 		<-t.gone
 		return t.err
+	}
+	return t.endReplica()
+}
+
+// endSessions ends all sessions, and waits for no disk. The caller then calls endReplica. False: the sessions have ended
+// already.
+func (t *target) endSessions() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.shutting {
+		return false
 	}
 	t.shutting = true
 	for x := range t.sessions {
@@ -208,7 +217,11 @@ func (t *target) closeReplica() error {
 		}
 	}
 	clear(t.sessions)
-	t.mu.Unlock()
+	return true
+}
+
+// endReplica closes the replica after endSessions.
+func (t *target) endReplica() error {
 	ran := make(chan struct{})
 	if t.loop.Post(func() { t.current = nil; close(ran) }) { // later requests are refused
 		<-ran

@@ -171,9 +171,9 @@ func (s *Server) releaseFormer(ctx context.Context) {
 		if m.EngineNode == "" || !s.hasEnded(ctx, m) {
 			continue
 		}
-		if did, err := s.server.ReleaseFrom(m.UID, m.EngineNode); did {
+		if s.server.ReleaseFrom(m.UID, m.EngineNode) {
 			s.o.Log.Warn("the session of a former engine is ended", "node", m.EngineNode, "replica", m.UID, "volume", m.Volume,
-				"epoch", m.Epoch, "err", err)
+				"epoch", m.Epoch)
 		}
 	}
 }
