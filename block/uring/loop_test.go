@@ -10,9 +10,10 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"drover.io/drover/block"
 )
 
 // worlds runs a test on an io_uring and on the worker threads, the stand-in of io_uring.
@@ -85,16 +86,11 @@ func tempFile(t *testing.T, flags int) int {
 	return fd
 }
 
-func aligned(n int) []byte {
-	b := make([]byte, n+4096)
-	return b[4096-int(uintptr(unsafe.Pointer(&b[0]))&4095):][:n]
-}
-
 func TestFile(t *testing.T) {
 	worlds(t, func(t *testing.T, l *Loop) {
 		run(t, l)
 		fd := tempFile(t, unix.O_DIRECT)
-		in, out := aligned(64<<10), aligned(64<<10)
+		in, out := block.AlignedBuffer(64<<10), block.AlignedBuffer(64<<10)
 		_, _ = rand.Read(in)
 		if n := do(t, l, func(op *Op) { l.Write(op, fd, in, 4096) }); n != int32(len(in)) {
 			t.Fatalf("write: %d", n)

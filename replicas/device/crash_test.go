@@ -271,7 +271,7 @@ func (l *load) worker(t *testing.T, path string, id int) {
 	for i := range model {
 		model[i] = make([]byte, crashBlock)
 	}
-	buf := aligned(crashBlock)
+	buf := block.AlignedBuffer(crashBlock)
 	fail := func(what string, err error) {
 		if l.errs.Add(1) < 10 {
 			t.Errorf("worker %d: %s: %v", id, what, err)
@@ -411,7 +411,7 @@ func TestKillWhileSettingUp(t *testing.T) {
 	next := spawn(t, dir, &resent)
 	path := next.await(t)
 	fd := openDev(t, path, unix.O_RDWR|unix.O_DIRECT)
-	want := aligned(page)
+	want := block.AlignedBuffer(page)
 	copy(want, "written after the set-up")
 	if _, err := unix.Pwrite(fd, want, 0); err != nil {
 		t.Error(err)
@@ -440,7 +440,7 @@ func TestKillWhileLettingGo(t *testing.T) {
 	within(t, "hold of reads", c.stuck)
 	reads := make(chan error, 1)
 	go func() {
-		_, err := unix.Pread(fd, aligned(page), 0)
+		_, err := unix.Pread(fd, block.AlignedBuffer(page), 0)
 		reads <- err
 	}()
 	within(t, "read", c.stuck)

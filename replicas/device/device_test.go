@@ -29,7 +29,7 @@ func mustPwrite(t *testing.T, fd int, b []byte, off int64) {
 
 func mustPread(t *testing.T, fd, n int, off int64) []byte {
 	t.Helper()
-	b := aligned(n)
+	b := block.AlignedBuffer(n)
 	if k, err := unix.Pread(fd, b, off); err != nil || k != n {
 		t.Fatalf("read of %d at %d: %d, %v", n, off, k, err)
 	}
@@ -48,7 +48,7 @@ func TestContent(t *testing.T) {
 	model := make([]byte, 64*mib)
 	off := int64(0)
 	for _, n := range []int{512, 4096, 1024, 8192, 16384, 20480, 65536, 69632, 131072, mib, mib + 4096, 4 * mib, 1536} {
-		b := aligned(n)
+		b := block.AlignedBuffer(n)
 		_, _ = rand.Read(b)
 		mustPwrite(t, fd, b, off)
 		copy(model[off:], b)
@@ -116,7 +116,7 @@ func TestFlushAndErrors(t *testing.T) {
 	}
 	fd := openDev(t, d.Path(), unix.O_RDWR|unix.O_DIRECT)
 	defer func() { _ = unix.Close(fd) }()
-	mustPwrite(t, fd, aligned(4096), 0)
+	mustPwrite(t, fd, block.AlignedBuffer(4096), 0)
 	if err := unix.Fsync(fd); err != nil {
 		t.Fatal(err)
 	}
@@ -126,7 +126,7 @@ func TestFlushAndErrors(t *testing.T) {
 		t.Errorf("%d flushes reached the backend, want 1", n)
 	}
 	_ = l.Do(func() { d.conn.be = failing{} })
-	if _, err := unix.Pwrite(fd, aligned(4096), 0); err == nil {
+	if _, err := unix.Pwrite(fd, block.AlignedBuffer(4096), 0); err == nil {
 		t.Error("a write that failed behind the device was answered as done")
 	}
 	if err := unix.Fsync(fd); err == nil {
@@ -157,7 +157,7 @@ func TestReadOnly(t *testing.T) {
 	}
 	defer func() { _ = d.Abort() }()
 	if fd, err := unix.Open(d.Path(), unix.O_RDWR|unix.O_CLOEXEC|unix.O_DIRECT, 0); err == nil {
-		if _, err := unix.Pwrite(fd, aligned(4096), 0); err == nil {
+		if _, err := unix.Pwrite(fd, block.AlignedBuffer(4096), 0); err == nil {
 			t.Error("a read-only device was written to")
 		}
 		_ = unix.Close(fd)
@@ -188,7 +188,7 @@ func TestBusy(t *testing.T) {
 	if err := d.Detach(t.Context()); !api.Is(err, api.InUse) {
 		t.Errorf("detach while open: %v, want kind in use", err)
 	}
-	mustPwrite(t, fd, aligned(4096), 0)
+	mustPwrite(t, fd, block.AlignedBuffer(4096), 0)
 	_ = unix.Close(fd)
 	mnt := t.TempDir()
 	if out, err := exec.Command("mkfs.ext4", "-q", "-F", d.Path()).CombinedOutput(); err != nil {
@@ -225,7 +225,7 @@ func TestResize(t *testing.T) {
 	if n, err := unix.Seek(fd, 0, unix.SEEK_END); err != nil || n != 48*mib {
 		t.Errorf("size %d, %v; want %d", n, err, 48*mib)
 	}
-	b := aligned(mib)
+	b := block.AlignedBuffer(mib)
 	_, _ = rand.Read(b)
 	mustPwrite(t, fd, b, 47*mib)
 	if !bytes.Equal(mustPread(t, fd, mib, 47*mib), b) {
@@ -250,7 +250,7 @@ func TestAbort(t *testing.T) {
 	fd := openDev(t, d.Path(), unix.O_RDWR|unix.O_DIRECT)
 	failed := make(chan error, 1)
 	go func() {
-		_, err := unix.Pwrite(fd, aligned(4096), 0)
+		_, err := unix.Pwrite(fd, block.AlignedBuffer(4096), 0)
 		failed <- err
 	}()
 	await(t, func() (some bool) {
@@ -268,7 +268,7 @@ func TestAbort(t *testing.T) {
 	case <-time.After(time.Minute):
 		t.Fatal("a write still waits after Abort")
 	}
-	if _, err := unix.Pread(fd, aligned(4096), 0); err == nil {
+	if _, err := unix.Pread(fd, block.AlignedBuffer(4096), 0); err == nil {
 		t.Error("a read of an aborted device succeeded")
 	}
 	_ = unix.Close(fd)
@@ -295,7 +295,7 @@ func TestStuckNeighbour(t *testing.T) {
 	done := make(chan error, writers)
 	for i := range writers {
 		go func() {
-			b := aligned(mib)
+			b := block.AlignedBuffer(mib)
 			b[0] = byte(i)
 			_, err := unix.Pwrite(fd, b, int64(i)*mib)
 			done <- err
@@ -308,7 +308,7 @@ func TestStuckNeighbour(t *testing.T) {
 	})
 	fd2 := openDev(t, d.Path(), unix.O_RDWR|unix.O_DIRECT)
 	for i := range 64 {
-		mustPwrite(t, fd2, aligned(mib), int64(i)*mib)
+		mustPwrite(t, fd2, block.AlignedBuffer(mib), int64(i)*mib)
 	}
 	_ = unix.Close(fd2)
 	var size int64
@@ -364,7 +364,7 @@ func TestHundred(t *testing.T) {
 					return err
 				}
 				defer func() { _ = unix.Close(fd) }()
-				b, got := aligned(64<<10), aligned(64<<10)
+				b, got := block.AlignedBuffer(64<<10), block.AlignedBuffer(64<<10)
 				for k := range 20 {
 					b[0], b[1] = byte(i), byte(k)
 					if _, err := unix.Pwrite(fd, b, int64(k)<<16); err != nil {
@@ -409,7 +409,7 @@ func TestHandOver(t *testing.T) {
 	}
 	fd := openDev(t, d.Path(), unix.O_RDWR|unix.O_DIRECT)
 	defer func() { _ = unix.Close(fd) }()
-	b := aligned(4096)
+	b := block.AlignedBuffer(4096)
 	_, _ = rand.Read(b)
 
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)

@@ -11,7 +11,6 @@ import (
 	"sync"
 	"testing"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -257,9 +256,4 @@ func openDev(t testing.TB, path string, flags int) int {
 		t.Fatalf("open %s: %v", path, err)
 	}
 	return fd
-}
-
-func aligned(n int) []byte {
-	b := make([]byte, n+page)
-	return b[page-int(uintptr(unsafe.Pointer(&b[0]))&(page-1)):][:n]
 }

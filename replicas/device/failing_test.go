@@ -34,7 +34,7 @@ func TestDetachAfterAFailedFlush(t *testing.T) {
 	h, l := openHost(t, runDir), runLoop(t)
 	d, be := attach(t, h, l, "broken", 16*mib)
 	fd := openDev(t, d.Path(), unix.O_RDWR|unix.O_DIRECT)
-	mustPwrite(t, fd, aligned(4096), 0)
+	mustPwrite(t, fd, block.AlignedBuffer(4096), 0)
 	if err := l.Do(func() { d.conn.be = brokenFlush{be} }); err != nil {
 		t.Fatal(err)
 	}
@@ -140,7 +140,7 @@ func TestHolderDies(t *testing.T) {
 	d, be := attach(t, h, l, "heir", 16*mib)
 	gone, _ := attach(t, h, l, "gone", 16*mib)
 	fd := openDev(t, d.Path(), unix.O_RDWR|unix.O_DIRECT)
-	b := aligned(4096)
+	b := block.AlignedBuffer(4096)
 	copy(b, "before")
 	mustPwrite(t, fd, b, 0)
 
@@ -212,13 +212,13 @@ func TestOneBadRead(t *testing.T) {
 		}
 	}
 	protect(unix.PROT_NONE)
-	if _, err := unix.Pwrite(fd, aligned(4096), 0); err == nil {
+	if _, err := unix.Pwrite(fd, block.AlignedBuffer(4096), 0); err == nil {
 		t.Error("a write whose payload could not be read was answered as done")
 	}
 	protect(unix.PROT_READ | unix.PROT_WRITE)
 	done := make(chan error, 1)
 	go func() {
-		_, err := unix.Pwrite(fd, aligned(4096), 0)
+		_, err := unix.Pwrite(fd, block.AlignedBuffer(4096), 0)
 		done <- err
 	}()
 	select {

@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
 )
 
@@ -171,7 +172,7 @@ func TestMemoryGoesWithTheLastDevice(t *testing.T) {
 		}
 		becomes(reserved * slabSize) // beside a device
 		fd := openDev(t, second.Path(), unix.O_RDWR|unix.O_DIRECT)
-		b := aligned(mib)
+		b := block.AlignedBuffer(mib)
 		b[0] = byte(i + 1)
 		mustPwrite(t, fd, b, mib)
 		if got := mustPread(t, fd, mib, mib); got[0] != byte(i+1) {

@@ -165,7 +165,7 @@ func (o *op) giveBounce() {
 	if l := block.JoinLeases(o.leases...); !l.Released() {
 		leased := buf
 		l.OnRelease(func() { b.putBuffer(leased) })
-		buf = newAlignedBuffer(bounceSize) // other operations need a buffer
+		buf = block.AlignedBuffer(bounceSize) // other operations need a buffer
 	}
 	b.putBuffer(buf)
 }
@@ -197,11 +197,11 @@ func (o *op) noteLease(r *block.Request) {
 func (o *op) otherMemory(buf []byte) []byte {
 	o.renew = false
 	if o.bounce == nil {
-		o.parent.Buf = newAlignedBuffer(len(buf))
+		o.parent.Buf = block.AlignedBuffer(len(buf))
 		return o.parent.Buf
 	}
 	at, b, old := cap(o.bounce)-cap(buf), o.bounceBuffers(), o.bounce
-	o.bounce = newAlignedBuffer(bounceSize)
+	o.bounce = block.AlignedBuffer(bounceSize)
 	copy(o.bounce, old)
 	block.JoinLeases(o.leases...).OnRelease(func() { b.putBuffer(old) })
 	return o.bounce[at : at+len(buf)]

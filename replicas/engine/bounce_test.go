@@ -17,7 +17,7 @@ func TestPoolOutlived(t *testing.T) {
 	b := &p.reads
 	n := len(b.free) - 1
 	lent := b.free[n]
-	b.free = append(b.free[:n], newAlignedBuffer(bounceSize)) // another buffer takes the free place
+	b.free = append(b.free[:n], block.AlignedBuffer(bounceSize)) // another buffer takes the free place
 	p.Close()
 	clear(lent) // a fault, if the memory is unmapped
 	if len(b.all) != 1 || len(p.writes.all) != 0 {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"drover.io/drover/block"
 )
@@ -180,11 +179,4 @@ func (c *cleaner) cleanAllRegions() {
 	for _, m := range all {
 		_ = m.Clean(ctx, token, epoch, regions) // else the intents stay, which is safe
 	}
-}
-
-// newAlignedBuffer returns memory for direct I/O.
-func newAlignedBuffer(n int) []byte {
-	b := make([]byte, n+block.Size)
-	skip := int(-uintptr(unsafe.Pointer(unsafe.SliceData(b))) & (block.Size - 1))
-	return b[skip : skip+n : skip+n]
 }

@@ -60,7 +60,7 @@ func (c *copier) copyRegions(ctx context.Context, regions []int64, region, size 
 	var all sync.WaitGroup
 	for range copyWorkers {
 		all.Go(func() {
-			buf := newAlignedBuffer(comparePiece)
+			buf := block.AlignedBuffer(comparePiece)
 			for p := range pieces {
 				if err := c.copyInTurn(work, p, &buf); err != nil {
 					fail(err)
@@ -181,7 +181,7 @@ func (c *copier) fromOne(ctx context.Context, p span, at int64, buf *[]byte) err
 	}
 	for i := range src {
 		if i > 0 {
-			*buf = newAlignedBuffer(comparePiece) // a hanging disk may still read into the other buffer
+			*buf = block.AlignedBuffer(comparePiece) // a hanging disk may still read into the other buffer
 		}
 		m, done := c.putSoonestFirst(src[i:])
 		err = c.compareAndCopy(ctx, m, c.to, p, at, *buf)
@@ -197,7 +197,7 @@ func (c *copier) fromOne(ctx context.Context, p span, at int64, buf *[]byte) err
 func (c *copier) resyncPiece(ctx context.Context, p span, at int64, buf *[]byte) (err error) {
 	for i, m := range c.equal {
 		if i > 0 {
-			*buf = newAlignedBuffer(comparePiece)
+			*buf = block.AlignedBuffer(comparePiece)
 		}
 		others := slices.DeleteFunc(slices.Clone(c.equal), func(o Mirror) bool { return o == m })
 		err = c.compareAndCopy(ctx, m, others, p, at, *buf)

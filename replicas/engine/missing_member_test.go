@@ -133,7 +133,7 @@ func TestMissingMemberNeverServes(t *testing.T) {
 		}
 	}
 	read := func() byte {
-		buf := newAlignedBuffer(block.Size)
+		buf := block.AlignedBuffer(block.Size)
 		done := make(chan error, 1)
 		r := &block.Request{Op: block.OpRead, Len: block.Size, Buf: buf, Done: func(q *block.Request) { done <- q.Err }}
 		l.Post(func() { e.Submit(r) })

@@ -163,7 +163,7 @@ func (r *repairRun) repairChunk(ctx context.Context, hurt Repairer, others []Nam
 			continue
 		}
 		r.used[x] = true
-		right := newAlignedBuffer(int(b.Len)) // not shared: a hanging disk may still read into the buffer
+		right := block.AlignedBuffer(int(b.Len)) // not shared: a hanging disk may still read into the buffer
 		if err := readChunk(ctx, r.e.cfg.Loop, x, b, right); err != nil {
 			if api.Is(err, api.Corrupt) || api.Is(err, api.Invalid) {
 				why = fmt.Errorf("replica %s: %w", m.Name, err)

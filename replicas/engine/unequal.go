@@ -59,7 +59,7 @@ func (u *unequal) requestResync() {
 // the clock, starts the next try. Pieces that no member has fetched wait, while the engine resyncs the others.
 func (u *unequal) resyncPieces(ctx context.Context) {
 	e := u.e
-	buf := newAlignedBuffer(unequalPiece)
+	buf := block.AlignedBuffer(unequalPiece)
 	unfetched := map[int64]bool{}
 	for {
 		piece := int64(-1)

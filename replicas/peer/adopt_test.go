@@ -47,7 +47,7 @@ func TestAdoptionsCross(t *testing.T) {
 	ctx := context.Background()
 	old, now := member(t, d, f, loop, nil), member(t, d, f, loop, nil)
 	write := func(m *Member) error {
-		return Do(ctx, loop, m, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: aligned(block.Size)})
+		return Do(ctx, loop, m, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: block.AlignedBuffer(block.Size)})
 	}
 	adoptAs(t, old, 1, 11)
 	older := make(chan error, 1)

@@ -22,7 +22,7 @@ func BenchmarkRemoteBlock(b *testing.B) {
 	loop.Post(func() {
 		under := 0
 		for i := range min(depth, b.N) {
-			r := &block.Request{Op: block.OpRead, Off: int64(i) * block.Size, Len: block.Size, Buf: aligned(block.Size)}
+			r := &block.Request{Op: block.OpRead, Off: int64(i) * block.Size, Len: block.Size, Buf: block.AlignedBuffer(block.Size)}
 			r.Done = func(r *block.Request) {
 				if r.Err != nil {
 					b.Error(r.Err)

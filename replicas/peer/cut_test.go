@@ -49,7 +49,7 @@ func (w *counters) start(writers int) {
 		go func() {
 			defer w.wg.Done()
 			rng := rand.New(rand.NewPCG(uint64(i), 3))
-			buf := aligned(block.Size)
+			buf := block.AlignedBuffer(block.Size)
 			for !w.stop.Load() {
 				b := rng.Int64N(n/int64(writers))*int64(writers) + int64(i) // a block of this writer
 				seq := w.issued[b].Load() + 1
@@ -565,7 +565,7 @@ func TestCompare(t *testing.T) {
 			t.Errorf("snapshots of equal members: %v", err)
 		}
 	}
-	buf := aligned(block.Size)
+	buf := block.AlignedBuffer(block.Size)
 	buf[7] = 1
 	if err := Do(t.Context(), c.loop, c.members[1].Member, &block.Request{Op: block.OpWrite, Off: 5 << 20, Len: block.Size,
 		Buf: buf}); err != nil {

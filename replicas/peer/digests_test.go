@@ -94,13 +94,13 @@ func TestDigestsSayTheSame(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	some := aligned(64 << 10)
+	some := block.AlignedBuffer(64 << 10)
 	for i := range some {
 		some[i] = byte(i>>12 + 1)
 	}
 	compare := func() {
 		t.Helper()
-		all := aligned(testSize)
+		all := block.AlignedBuffer(testSize)
 		issue(block.OpRead, 0, all)
 		var want []byte
 		for i := 0; i < len(all); i += block.Size {

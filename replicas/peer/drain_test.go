@@ -86,7 +86,7 @@ func TestAdoptDrainsAfterItChangedSessions(t *testing.T) {
 	within(t, "first drain", disk.adopted)
 	late := make(chan error, 1)
 	go func() {
-		late <- Do(ctx, loop, old, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: aligned(block.Size)})
+		late <- Do(ctx, loop, old, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: block.AlignedBuffer(block.Size)})
 	}()
 	within(t, "write of the older engine", disk.came)
 	close(disk.goOn)

@@ -83,7 +83,7 @@ func TestAnswerBeforeTheRequest(t *testing.T) {
 	answered := make(chan int, writes)
 	loop.Post(func() {
 		for i := range writes {
-			buf := aligned(4 << 20)
+			buf := block.AlignedBuffer(4 << 20)
 			for k := range buf {
 				buf[k] = 'a'
 			}

@@ -24,7 +24,7 @@ func TestEmptySnapshots(t *testing.T) {
 	c.proxy[0].cut()
 	c.drop(f.uid)
 	if err := Do(t.Context(), c.loop, c.e, &block.Request{Op: block.OpWrite, Len: block.Size,
-		Buf: aligned(block.Size)}); err != nil {
+		Buf: block.AlignedBuffer(block.Size)}); err != nil {
 		t.Fatal(err)
 	}
 	began := time.Now()

@@ -144,7 +144,7 @@ func newImaged(t *testing.T, timeout engine.StallTimeout) *imaged {
 
 func (w *imaged) start(op block.Op, off int64) chan error {
 	done := make(chan error, 1)
-	r := &block.Request{Op: op, Off: off, Len: block.Size, Buf: aligned(block.Size), Done: func(q *block.Request) { done <- q.Err }}
+	r := &block.Request{Op: op, Off: off, Len: block.Size, Buf: block.AlignedBuffer(block.Size), Done: func(q *block.Request) { done <- q.Err }}
 	w.loop.Post(func() { w.e.Submit(r) })
 	return done
 }
@@ -211,7 +211,7 @@ func TestRemoteReplicaTellsWhatItFetches(t *testing.T) {
 	loop := startLoop(t)
 	m := member(t, newDialer(t, f.at), f, loop, nil)
 	adoptAs(t, m, 1, 1)
-	read := &block.Request{Op: block.OpRead, Len: block.Size, Buf: aligned(block.Size)}
+	read := &block.Request{Op: block.OpRead, Len: block.Size, Buf: block.AlignedBuffer(block.Size)}
 	if err := Do(t.Context(), loop, m, read); !errors.Is(err, stack.ErrNotFetched) {
 		t.Errorf("a read of what is not fetched: %v", err)
 	}

@@ -108,7 +108,7 @@ func TestFloodOfUnknownConnections(t *testing.T) {
 	write := func(m *Member) {
 		t.Helper()
 		if err := Do(context.Background(), loop, m, &block.Request{Op: block.OpWrite, Len: block.Size,
-			Buf: aligned(block.Size)}); err != nil {
+			Buf: block.AlignedBuffer(block.Size)}); err != nil {
 			t.Fatal(err)
 		}
 	}

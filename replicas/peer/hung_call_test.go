@@ -190,7 +190,7 @@ func TestDiskHangsWhileItsConnectionLives(t *testing.T) {
 		go func() { answers <- call(context.Background()) }()
 	}
 	go func() {
-		w := &block.Request{Op: block.OpWrite, Len: block.Size, Buf: aligned(block.Size)}
+		w := &block.Request{Op: block.OpWrite, Len: block.Size, Buf: block.AlignedBuffer(block.Size)}
 		answers <- Do(context.Background(), loop, on, w)
 	}()
 	for name := range calls {
@@ -274,7 +274,7 @@ func TestAbandonedMemberDrainsBeforeItServes(t *testing.T) {
 		Timeout: s.get})
 	adopt := func() error { return on.Adopt(t.Context(), 1, 1, []string{f.uid}) }
 	write := func() error {
-		return Do(t.Context(), loop, on, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: aligned(block.Size)})
+		return Do(t.Context(), loop, on, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: block.AlignedBuffer(block.Size)})
 	}
 	if err := adopt(); err != nil {
 		t.Fatal(err)
@@ -319,7 +319,7 @@ func TestJoinBesideADiskThatHangs(t *testing.T) {
 			if err := c.attach(); err != nil {
 				t.Fatal(err)
 			}
-			buf := aligned(block.Size)
+			buf := block.AlignedBuffer(block.Size)
 			write := func() {
 				t.Helper()
 				w := &block.Request{Op: block.OpWrite, Len: block.Size, Buf: buf}
@@ -442,7 +442,7 @@ func TestBuffersOfAnAbandonedMember(t *testing.T) {
 	answers := make(chan *block.Request, count)
 	loop.Post(func() {
 		for range count {
-			on.Submit(&block.Request{Op: block.OpWrite, Len: size, Buf: aligned(size),
+			on.Submit(&block.Request{Op: block.OpWrite, Len: size, Buf: block.AlignedBuffer(size),
 				Done: func(r *block.Request) { answers <- r }})
 		}
 	})
@@ -519,7 +519,7 @@ func TestUnfetchedReadsAreNoStall(t *testing.T) {
 		t.Fatal(err)
 	}
 	for began := time.Now(); time.Since(began) < 6*time.Second; time.Sleep(50 * time.Millisecond) {
-		r := &block.Request{Op: block.OpRead, Off: 16 << 20, Len: block.Size, Buf: aligned(block.Size)}
+		r := &block.Request{Op: block.OpRead, Off: 16 << 20, Len: block.Size, Buf: block.AlignedBuffer(block.Size)}
 		if err := Do(t.Context(), loop, on, r); !errors.Is(err, stack.ErrNotFetched) {
 			t.Fatal(err)
 		}

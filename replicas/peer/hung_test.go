@@ -83,7 +83,7 @@ func TestFence(t *testing.T) {
 	ctx := context.Background()
 	old, now := member(t, d, f, loop, nil), member(t, d, f, loop, nil)
 	adoptAs(t, old, 1, 1)
-	buf := aligned(block.Size)
+	buf := block.AlignedBuffer(block.Size)
 	write := func(m *Member) error {
 		return Do(ctx, loop, m, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: buf})
 	}

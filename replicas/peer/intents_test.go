@@ -25,7 +25,7 @@ func (c *cluster) spell(members []string, value byte, whole bool, joiners ...str
 	epoch, _ := c.rec.state()
 	c.e.SetWhole(epoch, whole)
 	if value != 0 {
-		buf := aligned(block.Size)
+		buf := block.AlignedBuffer(block.Size)
 		copy(buf, bytes.Repeat([]byte{value}, block.Size))
 		r := &block.Request{Op: block.OpWrite, Off: 8 * block.Size, Len: block.Size, Buf: buf}
 		if err := Do(context.Background(), c.loop, c.e, r); err != nil {
@@ -117,7 +117,7 @@ func TestReopenedGoesOnNoting(t *testing.T) {
 			}
 			write := func(off int64, value byte) {
 				t.Helper()
-				buf := aligned(block.Size)
+				buf := block.AlignedBuffer(block.Size)
 				copy(buf, bytes.Repeat([]byte{value}, block.Size))
 				r := &block.Request{Op: block.OpWrite, Off: off, Len: block.Size, Buf: buf}
 				if err := Do(context.Background(), c.loop, c.e, r); err != nil {

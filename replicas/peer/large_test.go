@@ -137,7 +137,7 @@ func TestDetachOfTheLargestVolume(t *testing.T) {
 	}
 	e.SetWhole(1, true)
 	for _, off := range []int64{0, api.MaxVolumeSize / 2, api.MaxVolumeSize - block.Size} {
-		w := block.Request{Op: block.OpWrite, Off: off, Len: block.Size, Buf: aligned(block.Size)}
+		w := block.Request{Op: block.OpWrite, Off: off, Len: block.Size, Buf: block.AlignedBuffer(block.Size)}
 		if err := Do(t.Context(), loop, e, &w); err != nil {
 			t.Fatal(err)
 		}

@@ -31,7 +31,7 @@ func TestLongerReplicaJoins(t *testing.T) {
 		}
 	}
 	write := func(off int64, b byte) {
-		buf := aligned(block.Size)
+		buf := block.AlignedBuffer(block.Size)
 		copy(buf, bytes.Repeat([]byte{b}, block.Size))
 		r := &block.Request{Op: block.OpWrite, Off: off, Len: block.Size, Buf: buf}
 		if err := Do(context.Background(), c.loop, c.e, r); err != nil {

@@ -18,7 +18,6 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
-	"unsafe"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -27,13 +26,6 @@ import (
 	"drover.io/drover/block/wire"
 	"drover.io/drover/replicas/stack"
 )
-
-// aligned is memory for direct I/O.
-func aligned(n int) []byte {
-	b := make([]byte, n+block.Size)
-	skip := int(-uintptr(unsafe.Pointer(unsafe.SliceData(b))) & (block.Size - 1))
-	return b[skip : skip+n : skip+n]
-}
 
 func startLoop(t testing.TB) *uring.Loop {
 	t.Helper()
@@ -313,9 +305,9 @@ func (g *guest) next() {
 	case 1:
 		r.Op = block.OpZero
 	case 2, 3, 4:
-		r.Op, r.Buf = block.OpRead, aligned(int(r.Len))
+		r.Op, r.Buf = block.OpRead, block.AlignedBuffer(int(r.Len))
 	default:
-		r.Op, r.Buf = block.OpWrite, aligned(int(r.Len))
+		r.Op, r.Buf = block.OpWrite, block.AlignedBuffer(int(r.Len))
 		val = byte(1 + g.rng.IntN(255))
 		for i := range r.Buf {
 			r.Buf[i] = val + byte(i/block.Size)

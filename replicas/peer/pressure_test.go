@@ -71,7 +71,7 @@ func TestCreditHoldsBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	done := make(chan error, all)
-	buf := aligned(size)
+	buf := block.AlignedBuffer(size)
 	loop.Post(func() {
 		for range all {
 			m.Submit(&block.Request{Op: block.OpWrite, Len: size, Buf: buf, Done: func(q *block.Request) { done <- q.Err }})

@@ -44,7 +44,7 @@ func TestBesideAHungLastReplica(t *testing.T) {
 	submit := func(m *Member, op block.Op, n int) <-chan error {
 		done := make(chan error, 1)
 		asked.Add(1)
-		buf := aligned(n)
+		buf := block.AlignedBuffer(n)
 		loop.Post(func() {
 			m.Submit(&block.Request{Op: op, Len: int64(n), Buf: buf, Done: func(r *block.Request) { done <- r.Err; asked.Done() }})
 		})

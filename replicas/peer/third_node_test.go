@@ -120,7 +120,7 @@ func TestThirdNodeGetsNothing(t *testing.T) {
 	d.TLS = func(node string) (*tls.Config, error) { return ids["near"].Client(node, Protocol) }
 	m := member(t, d, f, loop, nil)
 	adoptAs(t, m, 5, 1)
-	buf := aligned(block.Size)
+	buf := block.AlignedBuffer(block.Size)
 	buf[0] = 7
 	do := func(op block.Op) {
 		t.Helper()

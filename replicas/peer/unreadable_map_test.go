@@ -23,7 +23,7 @@ func TestUnreadableMapDropsItsMember(t *testing.T) {
 		dropped := make(chan string, 2)
 		cfg := engine.Config{Loop: loop, Size: 64 << 20, Epoch: 2, Incarnation: 1,
 			Drop: func(_ context.Context, _ int64, name string) error { dropped <- name; return nil }}
-		buf := aligned(block.Size)
+		buf := block.AlignedBuffer(block.Size)
 		buf[0] = 7
 		for i, name := range []string{"a", "b"} {
 			d, err := stack.Add(ctx, t.TempDir())

@@ -232,7 +232,7 @@ func TestReturn(t *testing.T) {
 	model := make([]byte, size)
 	rng := rand.New(rand.NewPCG(7, 7))
 	write := func(off, n int64) {
-		buf := aligned(int(n))
+		buf := block.AlignedBuffer(int(n))
 		for i := range buf {
 			buf[i] = byte(rng.Uint32())
 		}
@@ -440,7 +440,7 @@ func TestUnclean(t *testing.T) {
 	if err := stray.Member.Adopt(context.Background(), 1, 5, members); err != nil {
 		t.Fatal(err)
 	}
-	buf := aligned(block.Size)
+	buf := block.AlignedBuffer(block.Size)
 	for i := range buf {
 		buf[i] = 0xaa
 	}
@@ -469,7 +469,7 @@ func TestGoneForLong(t *testing.T) {
 	if err := c.attach(); err != nil {
 		t.Fatal(err)
 	}
-	buf := aligned(block.Size)
+	buf := block.AlignedBuffer(block.Size)
 	write := func() error {
 		return Do(context.Background(), c.loop, c.e, &block.Request{Op: block.OpWrite, Len: block.Size, Buf: buf})
 	}
@@ -488,7 +488,7 @@ func TestGoneForLong(t *testing.T) {
 	failed := make(chan error, 2)
 	go func() { failed <- write() }()
 	go func() {
-		in := aligned(block.Size)
+		in := block.AlignedBuffer(block.Size)
 		failed <- Do(context.Background(), c.loop, c.e, &block.Request{Op: block.OpRead, Off: 8192, Len: block.Size, Buf: in})
 	}()
 	tick := time.NewTicker(20 * time.Millisecond)
@@ -540,7 +540,7 @@ func TestBothGone(t *testing.T) {
 		t.Fatal(err)
 	}
 	write := func(value byte) error {
-		buf := aligned(block.Size)
+		buf := block.AlignedBuffer(block.Size)
 		for i := range buf {
 			buf[i] = value
 		}

@@ -26,7 +26,7 @@ func TestMemberThatWentBackInTimeIsRebuilt(t *testing.T) {
 		model := make([]byte, size)
 		write := func(off int64, b byte) {
 			t.Helper()
-			buf := aligned(1 << 20)
+			buf := block.AlignedBuffer(1 << 20)
 			for i := range buf {
 				buf[i] = b
 			}

@@ -313,7 +313,7 @@ func readLater(t *testing.T, m *Member, rep *told, version int) {
 	rep.mu.Lock()
 	rep.fails, rep.later = nil, true
 	rep.mu.Unlock()
-	q := &block.Request{Op: block.OpRead, Off: 8192, Len: 4096, Buf: aligned(4096)}
+	q := &block.Request{Op: block.OpRead, Off: 8192, Len: 4096, Buf: block.AlignedBuffer(4096)}
 	err := Do(context.Background(), rep, m, q)
 	if told := errors.Is(err, stack.ErrNotFetched); told != (version >= notFetchedSince) || !told && err != nil {
 		t.Errorf("a read that waits for its blocks: %v", err)
@@ -339,7 +339,7 @@ func requests(t *testing.T, m *Member, rep *told, version int) {
 		q := want
 		q.Buf = nil
 		if want.Buf != nil {
-			q.Buf = aligned(len(want.Buf))
+			q.Buf = block.AlignedBuffer(len(want.Buf))
 		}
 		if q.Op == block.OpWrite {
 			copy(q.Buf, want.Buf)

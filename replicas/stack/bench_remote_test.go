@@ -9,7 +9,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // BenchmarkReadOfAnotherDisk reads 4 KiB of each chunk of a layer on another disk of the node, for the first time and
@@ -35,7 +34,7 @@ func BenchmarkReadOfAnotherDisk(b *testing.B) {
 			b.Fatal(err)
 		}
 		open += time.Since(began)
-		fetched, buf := make(chan struct{}, 64), diskfs.AlignedBuffer(int(blockSize))
+		fetched, buf := make(chan struct{}, 64), block.AlignedBuffer(int(blockSize))
 		r.OnFetched(func() {
 			select {
 			case fetched <- struct{}{}:

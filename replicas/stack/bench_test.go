@@ -11,7 +11,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // keep runs total requests on the loop, at most depth at a time. start begins the request of a slot and calls next on
@@ -58,7 +57,7 @@ func BenchmarkSubmit(b *testing.B) {
 			if err != nil {
 				b.Fatal(err)
 			}
-			big := diskfs.AlignedBuffer(1 << 20)
+			big := block.AlignedBuffer(1 << 20)
 			fill(big, 7)
 			for off := int64(0); off < size; off += 1 << 20 {
 				mustIssue(b, loop, r, block.OpWrite, off, 1<<20, big)
@@ -67,7 +66,7 @@ func BenchmarkSubmit(b *testing.B) {
 			rng := rand.New(rand.NewPCG(1, 2))
 			bufs := make([][]byte, depth)
 			for i := range bufs {
-				bufs[i] = diskfs.AlignedBuffer(4096)
+				bufs[i] = block.AlignedBuffer(4096)
 			}
 			b.Run(name+"/file", func(b *testing.B) {
 				fd := int(r.head.Fd())
@@ -131,7 +130,7 @@ func TestNoAllocationPerIO(t *testing.T) {
 	reqs := make([]block.Request, depth)
 	nexts := make([]func(), depth)
 	for i := range reqs {
-		buf := diskfs.AlignedBuffer(32 << 10)
+		buf := block.AlignedBuffer(32 << 10)
 		fill(buf, 5)
 		reqs[i].Buf = buf
 		reqs[i].Done = func(*block.Request) { nexts[i]() }

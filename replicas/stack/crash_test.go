@@ -18,7 +18,6 @@ import (
 	"drover.io/drover/block/file/lossy"
 	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -157,7 +156,7 @@ func (e expect) check(t testing.TB, d *Disk, on ring, uid string) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	many := diskfs.AlignedBuffer(1 << 20)
+	many := block.AlignedBuffer(1 << 20)
 	told := map[int64]bool{} // the MiBs with expected values
 	for s := range e {
 		told[s*512>>20] = true
@@ -221,7 +220,7 @@ func filledLayer(t testing.TB, d *Disk, size int64, blocks []int64, v uint64, e 
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	for _, b := range blocks {
 		fill(buf, v+uint64(b))
 		if _, err := w.WriteAt(buf, b<<blockBits); err != nil {
@@ -270,7 +269,7 @@ func testPowerLoss(t *testing.T, loop *uring.Loop, rng *rand.Rand, layers int) {
 		t.Fatal(err)
 	}
 	next := uint64(1) << 40
-	buf := diskfs.AlignedBuffer(16 << blockBits)
+	buf := block.AlignedBuffer(16 << blockBits)
 	type cut struct {
 		snapshot string
 		want     expect

@@ -14,7 +14,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -38,7 +37,7 @@ func TestCuts(t *testing.T) {
 		model []byte
 	}
 	var snaps []taken
-	buf := diskfs.AlignedBuffer(1 << 20)
+	buf := block.AlignedBuffer(1 << 20)
 	for session := range 4 {
 		r, err := d.OpenReplica(ctx, spec.UID, loop)
 		if err != nil {
@@ -166,7 +165,7 @@ func TestCutIsOneInstant(t *testing.T) {
 	var worst time.Duration
 	for w := range workers {
 		wg.Go(func() {
-			buf := diskfs.AlignedBuffer(int(blockSize))
+			buf := block.AlignedBuffer(int(blockSize))
 			for seq := uint64(1); ; seq++ {
 				select {
 				case <-stop:

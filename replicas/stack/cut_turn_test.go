@@ -10,7 +10,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -68,7 +67,7 @@ func (s *slowDisk) later(r *Replica, op block.Op, b, blocks int64, buf []byte) <
 }
 
 func numbered(v uint64) []byte {
-	b := diskfs.AlignedBuffer(int(blockSize))
+	b := block.AlignedBuffer(int(blockSize))
 	fill(b, v)
 	return b
 }
@@ -143,7 +142,7 @@ func TestCutDoesNotWaitForWrites(t *testing.T) {
 		}
 		check := func(when string, want map[int64]uint64, read func(buf []byte, off int64)) {
 			t.Helper()
-			buf := diskfs.AlignedBuffer(int(blockSize))
+			buf := block.AlignedBuffer(int(blockSize))
 			for b, v := range want {
 				read(buf, b<<blockBits)
 				if string(buf) != string(numbered(v)) {
@@ -232,7 +231,7 @@ func TestCutWaitsForDiscards(t *testing.T) {
 	if _, err := src.ReadAt(buf, 0); err != nil || string(buf) != string(numbered(0)) {
 		t.Fatalf("the snapshot begins with %x, %v: the discard came before it, the write after", buf[:8], err)
 	}
-	buf = diskfs.AlignedBuffer(int(blockSize))
+	buf = block.AlignedBuffer(int(blockSize))
 	mustIssue(t, disk, r, block.OpRead, 0, blockSize, buf)
 	if string(buf) != string(numbered(2)) {
 		t.Fatalf("the volume begins with %x", buf[:8])
@@ -346,7 +345,7 @@ func TestCutThatIsGivenUpAndNamed(t *testing.T) {
 	_ = r.Close() // returns the failure
 	compare := func(read func(buf []byte, off int64) error) {
 		t.Helper()
-		buf := diskfs.AlignedBuffer(int(blockSize))
+		buf := block.AlignedBuffer(int(blockSize))
 		if err := read(buf, 1<<blockBits); err != nil || !bytes.Equal(buf, numbered(2)) {
 			t.Fatalf("it begins with %x, %v", buf[:8], err)
 		}

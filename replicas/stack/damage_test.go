@@ -8,7 +8,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -27,7 +26,7 @@ func TestMissingRecordsCollectNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	fill(buf, 99)
 	mustIssue(t, loop, r, block.OpWrite, 7<<blockBits, blockSize, buf)
 	e.put(7, 99)

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -136,7 +135,7 @@ func (r *Replica) validateRequest(q *block.Request) error {
 		return unix.EINVAL
 	}
 	if q.Op == block.OpRead || q.Op == block.OpWrite {
-		if int64(len(q.Buf)) != q.Len || uintptr(unsafe.Pointer(unsafe.SliceData(q.Buf)))&uintptr(blockSize-1) != 0 {
+		if int64(len(q.Buf)) != q.Len || !block.Aligned(q.Buf, q.Off) {
 			return unix.EINVAL
 		}
 	}

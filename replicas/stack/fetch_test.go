@@ -14,7 +14,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -142,7 +141,7 @@ func TestFetchedChunksOutliveALossOfPower(t *testing.T) {
 	defer func() { _ = r.Close() }()
 	read := func(r *Replica, on ring, c int64) error {
 		t.Helper()
-		buf := diskfs.AlignedBuffer(int(chunkSize))
+		buf := block.AlignedBuffer(int(chunkSize))
 		err := issue(on, r, block.OpRead, c*chunkSize, chunkSize, buf, false)
 		if err == nil && !bytes.Equal(buf, model[c*chunkSize:][:chunkSize]) {
 			t.Errorf("chunk %d: wrong bytes", c)

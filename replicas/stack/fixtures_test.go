@@ -331,7 +331,7 @@ func TestReleasedReplicaGoesOn(t *testing.T) {
 		if got, err := other.Intents(ctx); err != nil || len(got.Regions) > 0 || got.Base != 0 {
 			t.Errorf("intents of the other one %+v, %v", got, err)
 		}
-		buf := diskfs.AlignedBuffer(int(blockSize))
+		buf := block.AlignedBuffer(int(blockSize))
 		mustIssue(t, loop, other, block.OpRead, 600<<blockBits, blockSize, buf)
 		expect{600 * perBlock: {1<<32 + 600}}.holds(t, 600<<blockBits, buf)
 		if restarted, err := r.Restarted(); err != nil || !restarted {

@@ -122,7 +122,7 @@ func (w *fixtureWriter) layer(d *Disk, uid string, size int64, blocks []int64, v
 	w.t.Helper()
 	to, err := d.Create(context.Background(), uid, size)
 	w.must(err)
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	for _, b := range blocks {
 		fill(buf, v+uint64(b))
 		_, err := to.WriteAt(buf, b<<blockBits)
@@ -198,7 +198,7 @@ func (w *fixtureWriter) member() *Replica {
 	w.must(r.AdoptFor(ctx, fixEngine, 2, 1, both))
 	w.must(r.Unnoted(ctx, 2))
 	w.must(r.AdoptFor(ctx, fixEngine, 3, 2, both))
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	write := func(b int64, v uint64) {
 		fill(buf, v+uint64(b))
 		mustIssue(w.t, w.loop, r, block.OpWrite, b<<blockBits, blockSize, buf)
@@ -309,7 +309,7 @@ func (w *fixtureWriter) near() {
 	r, err := other.openReplica(ctx, fixOther, w.loop)
 	w.must(err)
 	w.must(r.Adopt(ctx, 1, 1, []string{fixOther}))
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	fill(buf, 8<<32+uint64(fixNearHighBlock))
 	mustIssue(w.t, w.loop, r, block.OpWrite, fixNearHighBlock<<blockBits, blockSize, buf)
 	w.must(r.Cut(ctx, Snapshot{UID: fixSnapshot, Name: "before", Layer: fixNearHigh, Created: fixTime}))
@@ -345,6 +345,6 @@ func (w *fixtureWriter) far() {
 	w.replica(fixReader, "reader", fixFarSize, fixFar)
 	r, err := w.d.openReplica(ctx, fixReader, w.loop)
 	w.must(err)
-	mustIssue(w.t, w.loop, r, block.OpRead, 3<<blockBits, blockSize, diskfs.AlignedBuffer(int(blockSize)))
+	mustIssue(w.t, w.loop, r, block.OpRead, 3<<blockBits, blockSize, block.AlignedBuffer(int(blockSize)))
 	w.must(errors.Join(r.Close(), w.d.Close())) // the close records the fetched chunks
 }

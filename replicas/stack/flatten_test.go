@@ -10,7 +10,7 @@ import (
 	"testing"
 
 	"drover.io/drover/api"
-	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
 )
@@ -32,7 +32,7 @@ func twoLayers(t *testing.T, d *Disk) (layers []string, e expect) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	for _, b := range []int64{513, 1024, 2560, 3071} {
 		fill(buf, 2<<32+uint64(b))
 		if _, err := w.WriteAt(buf, b<<blockBits); err != nil {
@@ -159,7 +159,7 @@ func TestFlattenHidesWithoutChecksums(t *testing.T) {
 	t.Parallel()
 	ctx, d := context.Background(), newDisk(t)
 	var layers []string
-	hides := diskfs.AlignedBuffer(int(blockSize))
+	hides := block.AlignedBuffer(int(blockSize))
 	binary.LittleEndian.PutUint64(hides, bits.Reverse64(0x11EDC6F41)>>31) // adding the polynomial changes no checksum
 	if format.BlockCRC(hides) != format.BlockCRC(make([]byte, blockSize)) {
 		t.Fatal("its checksum is not that of zeros")
@@ -171,7 +171,7 @@ func TestFlattenHidesWithoutChecksums(t *testing.T) {
 			t.Fatal(err)
 		}
 		if i == 0 {
-			data := diskfs.AlignedBuffer(int(blockSize))
+			data := block.AlignedBuffer(int(blockSize))
 			fill(data, 7)
 			if _, err = w.WriteAt(data, 0); err == nil {
 				_, err = w.WriteAt(hides, blockSize)

@@ -199,7 +199,7 @@ func onFileSystem(t *testing.T, d *Disk, remount func()) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		buf := diskfs.AlignedBuffer(16 << 10)
+		buf := block.AlignedBuffer(16 << 10)
 		for b := int64(round); b < 500; b += 7 {
 			switch b % 3 {
 			case 0:
@@ -253,7 +253,7 @@ func TestFullDisk(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 		t.Fatal(err)
 	}
-	buf := diskfs.AlignedBuffer(1 << 20)
+	buf := block.AlignedBuffer(1 << 20)
 	var failed []int64
 	for off := int64(0); off < spec.Size; off += int64(len(buf)) {
 		fill(buf, uint64(off)|1)

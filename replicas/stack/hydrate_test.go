@@ -15,7 +15,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // farther is the disk of another node, as a source of layers.
@@ -116,7 +115,7 @@ func TestHydrate(t *testing.T) {
 		t.Errorf("%d bytes were fetched before anybody read", n)
 	}
 	check := func(r *Replica, off, n int64) error {
-		buf := diskfs.AlignedBuffer(int(n))
+		buf := block.AlignedBuffer(int(n))
 		if err := issue(loop, r, block.OpRead, off, n, buf, false); err != nil {
 			return err
 		}
@@ -166,7 +165,7 @@ func TestHydrate(t *testing.T) {
 	if _, why := hydrates(r); !api.Is(why, api.Unavailable) {
 		t.Errorf("why reads wait: %v", why)
 	}
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	mustIssue(t, loop, r, block.OpWrite, size-blockSize, blockSize, buf)
 	clear(model[size-blockSize:])
 	far.lies.Store(true)
@@ -248,7 +247,7 @@ func TestHydrateClose(t *testing.T) {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)
-	go func() { done <- issue(loop, r, block.OpRead, 0, 4<<20, diskfs.AlignedBuffer(4<<20), false) }()
+	go func() { done <- issue(loop, r, block.OpRead, 0, 4<<20, block.AlignedBuffer(4<<20), false) }()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
 	for why := error(nil); why == nil; _, why = hydrates(r) {

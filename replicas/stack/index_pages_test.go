@@ -13,7 +13,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
 )
@@ -49,7 +48,7 @@ func TestIndexMissesNoBlock(t *testing.T) {
 			t.Errorf("nothing at %d+%d: %v", off, n, got)
 		}
 	}
-	look := func() { mustIssue(t, loop, r, block.OpRead, 0, size, diskfs.AlignedBuffer(size)) }
+	look := func() { mustIssue(t, loop, r, block.OpRead, 0, size, block.AlignedBuffer(size)) }
 	open(1)
 	is(false, 0, blockSize) // no read has filled the index yet
 	look()
@@ -126,7 +125,7 @@ func TestDropPages(t *testing.T) {
 	}
 	reads := func() {
 		t.Helper()
-		buf := diskfs.AlignedBuffer(int(blockSize))
+		buf := block.AlignedBuffer(int(blockSize))
 		for sector, want := range e {
 			b := sector / perBlock
 			mustIssue(t, loop, r, block.OpRead, b<<blockBits, blockSize, buf)
@@ -205,7 +204,7 @@ func TestUnreadableMapFailsItsPageAlone(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 		t.Fatal(err)
 	}
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	for _, b := range []int64{2, 20000} {
 		mustIssue(t, loop, r, block.OpRead, b<<blockBits, blockSize, buf)
 	}

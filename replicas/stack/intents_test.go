@@ -12,7 +12,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -59,7 +58,7 @@ func TestReopenedNotes(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				buf := diskfs.AlignedBuffer(int(blockSize))
+				buf := block.AlignedBuffer(int(blockSize))
 				adopt(t, r, 1, 7, uid, other)
 				mustIssue(t, l, r, block.OpWrite, 0, blockSize, buf)
 				if again == nil {
@@ -99,7 +98,7 @@ func TestSingleNotesNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		adopt(t, r, 1, 7, uid)
-		mustIssue(t, l, r, block.OpWrite, 0, blockSize, diskfs.AlignedBuffer(int(blockSize)))
+		mustIssue(t, l, r, block.OpWrite, 0, blockSize, block.AlignedBuffer(int(blockSize)))
 		notes(t, r)
 		if err := r.Close(); err != nil {
 			t.Fatal(err)
@@ -136,7 +135,7 @@ func TestIntentsNotSynced(t *testing.T) {
 	r.work.do(func() { r.intentTracker.file = marks })
 	adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
 	write := func(region int64) error {
-		return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, diskfs.AlignedBuffer(int(blockSize)), false)
+		return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, block.AlignedBuffer(int(blockSize)), false)
 	}
 	r.work.do(func() { marks.write = unix.ENOSPC })
 	if err := write(0); !errors.Is(err, unix.ENOSPC) {
@@ -175,7 +174,7 @@ func TestIntentsReplaced(t *testing.T) {
 			}
 			adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
 			write := func(region int64) error {
-				return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, diskfs.AlignedBuffer(int(blockSize)), false)
+				return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, block.AlignedBuffer(int(blockSize)), false)
 			}
 			if err := errors.Join(write(0), r.Mark(ctx, 5)); err != nil {
 				t.Fatal(err)
@@ -241,7 +240,7 @@ func TestIntentsClearedInPart(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.work.do(func() { marks.write = nil })
-	mustIssue(t, l, r, block.OpWrite, format.IntentsRegion, blockSize, diskfs.AlignedBuffer(int(blockSize)))
+	mustIssue(t, l, r, block.OpWrite, format.IntentsRegion, blockSize, block.AlignedBuffer(int(blockSize)))
 	b, err := os.ReadFile(d.Join(replicaDir, spec.UID, intentsFile))
 	if err != nil {
 		t.Fatal(err)
@@ -263,7 +262,7 @@ func TestIntentsGrow(t *testing.T) {
 	}
 	adopt(t, r, 1, 7, uid, "e1a3f4a4-6a7e-4c3e-8a2f-0d5b3a8f9c11")
 	write := func(region int64) error {
-		return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, diskfs.AlignedBuffer(int(blockSize)), false)
+		return issue(l, r, block.OpWrite, region*format.IntentsRegion, blockSize, block.AlignedBuffer(int(blockSize)), false)
 	}
 	if err := errors.Join(write(0), r.Mark(ctx, 5)); err != nil {
 		t.Fatal(err)

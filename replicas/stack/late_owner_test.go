@@ -12,7 +12,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // TestLateWriteOfADeadOwner: a process is killed during a write, and the write ends long after the kill. The test
@@ -63,7 +62,7 @@ func TestLateWriteOfADeadOwner(t *testing.T) {
 	} else if !api.Is(err, api.Busy) {
 		t.Errorf("open beside a write that is under way: %v", err)
 	}
-	late := diskfs.AlignedBuffer(1 << 20)
+	late := block.AlignedBuffer(1 << 20)
 	fill(late, 0xbbbb)
 	if _, err := files[0].WriteAt(late, 0); err != nil {
 		t.Fatal(err)
@@ -82,7 +81,7 @@ func TestLateWriteOfADeadOwner(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	buf, got := diskfs.AlignedBuffer(1<<20), diskfs.AlignedBuffer(1<<20)
+	buf, got := block.AlignedBuffer(1<<20), block.AlignedBuffer(1<<20)
 	fill(buf, 1)
 	mustIssue(t, loop, r, block.OpWrite, 0, int64(len(buf)), buf)
 	mustIssue(t, loop, r, block.OpRead, 0, int64(len(got)), got)

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
 	"drover.io/drover/replicas/stack/layer"
 
@@ -159,7 +160,7 @@ func TestLateWriteOfADeadCutter(t *testing.T) {
 		}
 		opened <- result{r, err}
 	}()
-	late := diskfs.AlignedBuffer(256 << 10)
+	late := block.AlignedBuffer(256 << 10)
 	fill(late, 0xbbbb)
 	if _, err := files[0].WriteAt(late, 0); err != nil {
 		t.Fatal(err)

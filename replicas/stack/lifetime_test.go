@@ -85,7 +85,7 @@ func TestAdoptAfterTheFileSystemWasMountedAgain(t *testing.T) {
 	if err := r.Adopt(ctx, 1, 1, []string{uid, "other"}); err != nil {
 		t.Fatal(err)
 	}
-	mustIssue(t, loop, r, block.OpWrite, 0, blockSize, diskfs.AlignedBuffer(int(blockSize))) // acknowledged, not flushed
+	mustIssue(t, loop, r, block.OpWrite, 0, blockSize, block.AlignedBuffer(int(blockSize))) // acknowledged, not flushed
 	shutDown(t, dir)
 	_ = r.Close() // fails, as the last flush of a failed disk does
 	_ = d.Close()

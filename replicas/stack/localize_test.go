@@ -9,7 +9,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // TestLocalizeWhileReadsWaitForALostSource: the switch to a finished copy delays no I/O while reads wait for the lost
@@ -42,7 +41,7 @@ func TestLocalizeWhileReadsWaitForALostSource(t *testing.T) {
 	adopt(t, r, 1, 1, spec.UID)
 	far.fails.Store(true)
 	read := make(chan error, 1)
-	go func() { read <- issue(loop, r, block.OpRead, 0, size, diskfs.AlignedBuffer(size), false) }()
+	go func() { read <- issue(loop, r, block.OpRead, 0, size, block.AlignedBuffer(size), false) }()
 	for why := error(nil); why == nil; _, why = hydrates(r) {
 		time.Sleep(time.Millisecond)
 	}
@@ -53,7 +52,7 @@ func TestLocalizeWhileReadsWaitForALostSource(t *testing.T) {
 	if len(r.replaced) > 0 {
 		t.Error("a layer that is read from the own disk stays open elsewhere")
 	}
-	mustIssue(t, loop, r, block.OpWrite, 0, blockSize, diskfs.AlignedBuffer(int(blockSize)))
+	mustIssue(t, loop, r, block.OpWrite, 0, blockSize, block.AlignedBuffer(int(blockSize)))
 	bring(t, far.disk, d, spec.Layers[1])
 	if err := r.Localize(ctx); err != nil {
 		t.Error(err)

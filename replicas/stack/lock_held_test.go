@@ -8,7 +8,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // gaveUp fails unless a call which waits for quiet soon ends with Busy.
@@ -78,7 +77,7 @@ func TestHoldsBesideIOThatHangs(t *testing.T) {
 				t.Fatal("it was done, and nothing has changed")
 			}
 			goesOn(t, disk, r, "after it was done")
-			buf := diskfs.AlignedBuffer(int(blockSize))
+			buf := block.AlignedBuffer(int(blockSize))
 			mustIssue(t, disk, r, block.OpRead, 5<<blockBits, blockSize, buf)
 			if string(buf) != string(numbered(0)) {
 				t.Fatalf("what was discarded begins with %x", buf[:8])

@@ -12,7 +12,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -230,7 +229,7 @@ func TestFinishedByAnother(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		buf := diskfs.AlignedBuffer(8 << 20)
+		buf := block.AlignedBuffer(8 << 20)
 		fill(buf, 7)
 		if _, err := w.WriteAt(buf, 0); err != nil {
 			t.Fatal(err)

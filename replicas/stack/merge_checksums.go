@@ -11,7 +11,6 @@ import (
 
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
 )
@@ -57,7 +56,7 @@ func (w *merger) giveCRCs(off, n int64) error {
 	from, _ := w.emptiedAndTarget()
 	crcs, err := from.CRCsAt(off, n)
 	if err == nil && crcs == nil { // the layer has lost its checksums
-		buf := diskfs.AlignedBuffer(int(n))
+		buf := block.AlignedBuffer(int(n))
 		if _, err = w.from.ReadAt(buf, off); err == nil {
 			crcs = format.AppendCRCs(nil, buf)
 		}

@@ -11,7 +11,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -35,13 +34,13 @@ func TestDamageWhileMerging(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = r.Close() }()
-	all := diskfs.AlignedBuffer(size)
+	all := block.AlignedBuffer(size)
 	mustIssue(t, loop, r, block.OpRead, 0, size, all)
 	if _, err = r.Merge(untilMerging{ctx, r}, MergeOptions{}); !errors.Is(err, errPatience) {
 		t.Fatalf("it was to be interrupted: %v", err)
 	}
 	name := d.Join(layer.Dir, spec.Layers[1], layer.DataFile)
-	buf := diskfs.AlignedBuffer(size)
+	buf := block.AlignedBuffer(size)
 	read := func(b, n int64) error {
 		t.Helper()
 		into := buf[:n<<blockBits]

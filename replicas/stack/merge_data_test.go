@@ -32,7 +32,7 @@ func checksummed(t *testing.T, d *Disk, uid string) {
 	if err != nil || l.CRCs == nil {
 		t.Fatalf("checksums %v, %v", l.CRCs, err)
 	}
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	for b := int64(0); b < kinds.Blocks; b++ {
 		if v, n := kinds.Run(b, kinds.Blocks); block.Kind(v) != block.Data {
 			b += n - 1
@@ -236,7 +236,7 @@ func TestMergedChecksumsInMemory(t *testing.T) {
 	defer func() { _ = r.Close() }()
 	w := begun(t, r)
 	defer w.close()
-	buf := diskfs.AlignedBuffer(awaySize)
+	buf := block.AlignedBuffer(awaySize)
 	for w.seen.Done < w.size {
 		mustIssue(t, l, r, block.OpRead, 0, awaySize, buf)
 		if err := errors.Join(w.copyNextWindow(ctx), w.whenQuiet(ctx, w.switchReads)); err != nil {

@@ -15,7 +15,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -68,7 +67,7 @@ func TestMergeMapsInPieces(t *testing.T) {
 				if now, err := r.Changed(ctx, "", "", nil, chunkSize); err != nil || !slices.Equal(now, was) {
 					t.Fatalf("changed: %v, not %v; %v", now, was, err)
 				}
-				buf := diskfs.AlignedBuffer(1 << 20)
+				buf := block.AlignedBuffer(1 << 20)
 				for off := int64(0); off < size; off += int64(len(buf)) { // no page is built yet
 					mustIssue(t, loop, r, block.OpRead, off, int64(len(buf)), buf)
 					e.holds(t, off, buf)
@@ -116,7 +115,7 @@ func TestMergeMapsInPieces(t *testing.T) {
 // holds checks the data read at off.
 func (e expect) holds(t testing.TB, off int64, buf []byte) {
 	t.Helper()
-	want := diskfs.AlignedBuffer(int(blockSize))
+	want := block.AlignedBuffer(int(blockSize))
 	for at := int64(0); at < int64(len(buf)); at += blockSize {
 		v := uint64(0)
 		if may := e[(off+at)/512]; len(may) > 0 {

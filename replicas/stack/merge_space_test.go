@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
-	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/block"
 )
 
 // written is the number of bytes sent to the device of a mounted file system.
@@ -63,7 +63,7 @@ func TestMergeNeedsLittleFreeSpace(t *testing.T) {
 			}
 			defer d.Close()
 			spec := Spec{UID: string(api.NewUID()), Volume: "v", VolumeUID: string(api.NewUID()), Size: pieces * mib}
-			buf := diskfs.AlignedBuffer(int(mib))
+			buf := block.AlignedBuffer(int(mib))
 			want := map[int64]uint64{}
 			for k, has := range []func(i int64) bool{func(i int64) bool { return i%2 == 0 },
 				func(i int64) bool { return i%2 == 1 || i%32 == 0 }} {

@@ -9,7 +9,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -163,7 +162,7 @@ func (w *model) make(v *mvol, layers []string) error {
 func (w *model) io(v *mvol, op block.Op, s block.Span, value uint64, fua bool) error {
 	var buf []byte
 	if op == block.OpWrite {
-		buf = diskfs.AlignedBuffer(int(s.Len))
+		buf = block.AlignedBuffer(int(s.Len))
 		fillBlocks(buf, value, s.Off)
 	}
 	if err := issue(w.p, v.r, op, s.Off, s.Len, buf, fua); err != nil {
@@ -219,7 +218,7 @@ func (w *model) batch(d deed) error {
 		if d.A>>(40+k)%4 == 0 {
 			q.Op, value = block.OpDiscard, 0
 		} else {
-			q.Buf = diskfs.AlignedBuffer(int(s.Len))
+			q.Buf = block.AlignedBuffer(int(s.Len))
 			fillBlocks(q.Buf, value, s.Off)
 		}
 		all = append(all, flying{s, value, q})

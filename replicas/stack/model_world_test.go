@@ -17,7 +17,6 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/file/lossy"
 	"drover.io/drover/block/uring"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -519,7 +518,7 @@ func (w *model) checkStack(layers []string, size int64, img image) error {
 
 func (w *model) checkOpen(v *mvol) error {
 	for _, h := range hot(v.size) {
-		b := diskfs.AlignedBuffer(int(h.Len))
+		b := block.AlignedBuffer(int(h.Len))
 		if err := issue(w.p, v.r, block.OpRead, h.Off, h.Len, b, false); err != nil {
 			return err
 		}

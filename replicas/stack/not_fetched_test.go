@@ -10,7 +10,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -45,7 +44,7 @@ func lostSource(t *testing.T, size int64) (r *Replica, loop ring, far *farther) 
 func once(t *testing.T, loop ring, r *Replica, op block.Op, off, n int64) error {
 	t.Helper()
 	done := make(chan error, 1)
-	q := &block.Request{Op: op, Off: off, Len: n, Buf: diskfs.AlignedBuffer(int(n)), Done: func(q *block.Request) { done <- q.Err }}
+	q := &block.Request{Op: op, Off: off, Len: n, Buf: block.AlignedBuffer(int(n)), Done: func(q *block.Request) { done <- q.Err }}
 	loop.Post(func() { r.Submit(q) })
 	select {
 	case err := <-done:
@@ -133,7 +132,7 @@ func TestAdoptDrainsWritesAlone(t *testing.T) {
 		disk.set(true)
 		var buf []byte
 		if op == block.OpRead {
-			buf = diskfs.AlignedBuffer(int(blockSize))
+			buf = block.AlignedBuffer(int(blockSize))
 		}
 		hangs := disk.later(r, op, 5, 1, buf)
 		until(t, "the request is with the disk", func() bool { return disk.waiting() > 0 })
@@ -204,7 +203,7 @@ func TestDamagedChunksStarveNoOthers(t *testing.T) {
 	})
 	read := make(chan error, 1)
 	go func() {
-		read <- issue(loop, r, block.OpRead, (bad+1)*chunkSize, blockSize, diskfs.AlignedBuffer(int(blockSize)), false)
+		read <- issue(loop, r, block.OpRead, (bad+1)*chunkSize, blockSize, block.AlignedBuffer(int(blockSize)), false)
 	}()
 	select {
 	case err := <-read:

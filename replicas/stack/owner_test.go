@@ -14,7 +14,6 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 const childEnv = "DROVER_STACK_CHILD"
@@ -40,7 +39,7 @@ func child(root, uid string) error {
 	size := r.Meta().Size
 	next := int64(0)
 	for range depth {
-		q := &block.Request{Op: block.OpWrite, Len: each, Buf: diskfs.AlignedBuffer(each)}
+		q := &block.Request{Op: block.OpWrite, Len: each, Buf: block.AlignedBuffer(each)}
 		fill(q.Buf, 0xaaaa)
 		q.Done = func(q *block.Request) {
 			select {
@@ -152,7 +151,7 @@ func TestDeadOwner(t *testing.T) {
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatal(err)
 	}
-	buf, got := diskfs.AlignedBuffer(1<<20), diskfs.AlignedBuffer(1<<20)
+	buf, got := block.AlignedBuffer(1<<20), block.AlignedBuffer(1<<20)
 	for round := range 6 {
 		cmd := exec.Command("/proc/self/exe")
 		cmd.Env = append(os.Environ(), childEnv+"="+d.Root+" "+spec.UID)

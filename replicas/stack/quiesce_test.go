@@ -10,7 +10,6 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // mergeable opens a replica with two mergeable layers of a block each, and a head with another block.
@@ -52,7 +51,7 @@ func mergeable(t *testing.T, disk ring, d *Disk, size int64) *Replica {
 func goesOn(t *testing.T, s *slowDisk, r *Replica, when string) {
 	t.Helper()
 	for b := range int64(3) {
-		buf := diskfs.AlignedBuffer(int(blockSize))
+		buf := block.AlignedBuffer(int(blockSize))
 		select {
 		case err := <-s.later(r, block.OpRead, b, 1, buf):
 			if err != nil || string(buf) != string(numbered(uint64(b)+1)) {

@@ -9,7 +9,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // TestQuotaIsAFullDisk: a write beyond a quota fails like a write to a full disk. The engine holds such writes and must
@@ -35,7 +34,7 @@ func TestQuotaIsAFullDisk(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	buf := diskfs.AlignedBuffer(1 << 20)
+	buf := block.AlignedBuffer(1 << 20)
 	for off := int64(0); off < spec.Size && err == nil; off += int64(len(buf)) {
 		fill(buf, uint64(off)|1)
 		err = issue(loop, r, block.OpWrite, off, int64(len(buf)), buf, true)

@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/block/uring"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
 )
@@ -99,7 +99,7 @@ func (c *crcCache) takePage(r *Replica) *crcPage {
 		}
 	}
 	if len(c.slab) == 0 {
-		c.slab = diskfs.AlignedBuffer(crcSlab * int(format.CRCPageSize))
+		c.slab = block.AlignedBuffer(crcSlab * int(format.CRCPageSize))
 	}
 	page := &crcPage{r: r, crc: c.slab[:format.CRCPageSize:format.CRCPageSize]}
 	c.slab = c.slab[format.CRCPageSize:]

@@ -13,7 +13,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
 )
@@ -68,7 +67,7 @@ func TestReadsAreCompared(t *testing.T) {
 	defer func() { _ = r.Close() }()
 	data, crcs := d.Join(layer.Dir, layerUID, layer.DataFile), d.Join(layer.Dir, layerUID, layer.CRCsFile)
 	read := func(off, n int64) ([]byte, error) {
-		buf := diskfs.AlignedBuffer(int(n))
+		buf := block.AlignedBuffer(int(n))
 		return buf, issue(loop, r, block.OpRead, off, n, buf, false)
 	}
 	whole, err := read(0, size)
@@ -95,7 +94,7 @@ func TestReadsAreCompared(t *testing.T) {
 		t.Fatalf("recorded: %v", list)
 	}
 	// Other replicas with the layer open know the damage.
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	if err := issue(loop, other, block.OpRead, at, blockSize, buf, false); !errors.Is(err, unix.EIO) {
 		t.Fatalf("damage was served: %v", err)
 	}
@@ -192,7 +191,7 @@ func TestReadsAreComparedOnceFinished(t *testing.T) {
 	if err := r.Adopt(ctx, 100, 1, []string{c.uid}); err != nil {
 		t.Fatal(err)
 	}
-	buf, got := diskfs.AlignedBuffer(1<<20), diskfs.AlignedBuffer(1<<20)
+	buf, got := block.AlignedBuffer(1<<20), block.AlignedBuffer(1<<20)
 	randomBytes(c.rng, buf)
 	mustIssue(t, c.loop, r, block.OpWrite, 3<<20, 1<<20, buf)
 	s := Snapshot{UID: string(api.NewUID()), Layer: string(api.NewUID()), Name: "one", Created: time.Now()}
@@ -272,7 +271,7 @@ func TestChecksumCacheIsBounded(t *testing.T) {
 	}
 	before := crcPagesUsed.Load()
 	crcPagesUsed.Add(crcPagesAll) // other replicas have all pages
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	for range 2 {
 		for off := int64(0); off < size; off += 4 << 20 {
 			mustIssue(t, loop, r, block.OpRead, off, blockSize, buf)

@@ -15,7 +15,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -101,7 +100,7 @@ func TestLayerOfAnotherDiskIsReadUntilTheCopyIsHere(t *testing.T) {
 	}
 	stop, ended := make(chan struct{}), make(chan error, 1)
 	go func() { // I/O all the time, on the upper half
-		buf := diskfs.AlignedBuffer(64 << 10)
+		buf := block.AlignedBuffer(64 << 10)
 		for i := int64(0); ; i++ {
 			select {
 			case <-stop:
@@ -182,7 +181,7 @@ func TestFirstReadBringsAChunkHome(t *testing.T) {
 	}
 	loop := startLoop(t)
 	read := func(r *Replica, off int64) error {
-		buf := diskfs.AlignedBuffer(int(blockSize))
+		buf := block.AlignedBuffer(int(blockSize))
 		err := issue(loop, r, block.OpRead, off, blockSize, buf, false)
 		if err == nil && !bytes.Equal(buf, model[off:off+blockSize]) {
 			t.Errorf("the block at %d is another one", off)
@@ -225,7 +224,7 @@ func TestFirstReadBringsAChunkHome(t *testing.T) {
 	if lost := <-told; !lost || !api.Is(r.Remote()[0].Why, api.Unavailable) {
 		t.Errorf("that the source is lost is told as %v, %v", lost, r.Remote())
 	}
-	mustIssue(t, loop, r, block.OpWrite, 6<<20, blockSize, diskfs.AlignedBuffer(int(blockSize)))
+	mustIssue(t, loop, r, block.OpWrite, 6<<20, blockSize, block.AlignedBuffer(int(blockSize)))
 	if err := r.Close(); err != nil {
 		t.Error(err)
 	}

@@ -8,7 +8,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -51,7 +50,7 @@ func TestRepair(t *testing.T) {
 	}
 	read := func() ([]byte, error) {
 		defer d.Close() // the disk records damage in the background
-		buf := diskfs.AlignedBuffer(int(chunkSize))
+		buf := block.AlignedBuffer(int(chunkSize))
 		return buf, issue(loop, r, block.OpRead, chunk, chunkSize, buf, false)
 	}
 	damaged := func(want bool) {

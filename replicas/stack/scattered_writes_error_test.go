@@ -8,7 +8,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // TestScatterErrorIsNotLost: the device fails to take acknowledged data from the page cache. The kernel reports the
@@ -40,7 +39,7 @@ func TestScatterErrorIsNotLost(t *testing.T) {
 		if err := r.Adopt(ctx, 1, 1, []string{spec.UID}); err != nil {
 			t.Fatal(err)
 		}
-		buf := diskfs.AlignedBuffer(1 << 20)
+		buf := block.AlignedBuffer(1 << 20)
 		fill(buf, 7)
 		for off := int64(0); off < size && err == nil; off += int64(len(buf)) {
 			q := &block.Request{Op: block.OpWrite, Off: off, Len: int64(len(buf)), Buf: buf,

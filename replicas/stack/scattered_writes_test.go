@@ -12,7 +12,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // TestScatter: the open replica and the next replica read scattered writes as written, and no other part of the buffer.
@@ -36,7 +35,7 @@ func TestScatter(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	model := make([]byte, size)
 	scatter := func(off int64, spans ...block.Span) error {
-		buf := diskfs.AlignedBuffer(1 << 20)
+		buf := block.AlignedBuffer(1 << 20)
 		randomBytes(rng, buf)
 		q := &block.Request{Op: block.OpWrite, Off: off, Len: int64(len(buf)), Buf: buf, Spans: spans}
 		done := make(chan error, 1)
@@ -53,7 +52,7 @@ func TestScatter(t *testing.T) {
 	check := func() {
 		t.Helper()
 		for _, n := range []int64{size, 1 << 20, 12 << 10} {
-			buf := diskfs.AlignedBuffer(int(n))
+			buf := block.AlignedBuffer(int(n))
 			for off := int64(0); off+n <= size; off += n {
 				mustIssue(t, loop, r, block.OpRead, off, n, buf)
 				if !bytes.Equal(buf, model[off:][:n]) {
@@ -74,7 +73,7 @@ func TestScatter(t *testing.T) {
 		}
 	}
 	check()
-	buf := diskfs.AlignedBuffer(int(blockSize)) // directly over a scattered write
+	buf := block.AlignedBuffer(int(blockSize)) // directly over a scattered write
 	randomBytes(rng, buf)
 	mustIssue(t, loop, r, block.OpWrite, 2*blockSize, blockSize, buf)
 	copy(model[2*blockSize:], buf)

@@ -3,7 +3,7 @@ package stack
 import (
 	"sync"
 
-	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/block"
 )
 
 // scratch is the bounded memory of a disk for reads that compute digests. A replica without a buffer gets a small one
@@ -15,7 +15,7 @@ type scratch struct {
 	has  map[*Replica]int // of both sizes
 }
 
-var scratches = sync.Pool{New: func() any { b := diskfs.AlignedBuffer(scratchSize); return &b }}
+var scratches = sync.Pool{New: func() any { b := block.AlignedBuffer(scratchSize); return &b }}
 
 const (
 	scratchSize   = 1 << 20
@@ -37,7 +37,7 @@ func (r *Replica) Scratch() (buf []byte, back func()) {
 	}
 	s.has[r]++
 	if s.used >= scratchCount {
-		return diskfs.AlignedBuffer(scratchLittle), func() { s.giveBack(r, 0) }
+		return block.AlignedBuffer(scratchLittle), func() { s.giveBack(r, 0) }
 	}
 	s.used++
 	b := scratches.Get().(*[]byte)

@@ -13,7 +13,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -55,7 +54,7 @@ func TestScrub(t *testing.T) {
 	// A block of the middle layer.
 	at := int64(-1)
 	for b := int64(0); b < r.idx.Blocks && at < 0; b++ {
-		buf := diskfs.AlignedBuffer(int(blockSize))
+		buf := block.AlignedBuffer(int(blockSize))
 		mustIssue(t, c.loop, r, block.OpRead, b<<blockBits, blockSize, buf)
 		if err := r.onLoop(func() {
 			if v, _ := r.idx.Run(b, b+1); v == fromLayer+1 {
@@ -93,17 +92,17 @@ func TestScrub(t *testing.T) {
 	if err := r.Knows(m.Layers[1], list); err != nil {
 		t.Fatal(err)
 	}
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	if err := issue(c.loop, r, block.OpRead, at, blockSize, buf, false); !errors.Is(err, unix.EIO) {
 		t.Fatalf("damage was served: %v", err)
 	}
-	all := diskfs.AlignedBuffer(1 << 20)
+	all := block.AlignedBuffer(1 << 20)
 	if err := issue(c.loop, r, block.OpRead, at&^(1<<20-1), 1<<20, all, false); !errors.Is(err, unix.EIO) {
 		t.Fatalf("damage was served: %v", err)
 	}
 	randomBytes(c.rng, buf) // new data over the damage is whole
 	mustIssue(t, c.loop, r, block.OpWrite, at, blockSize, buf)
-	got := diskfs.AlignedBuffer(int(blockSize))
+	got := block.AlignedBuffer(int(blockSize))
 	mustIssue(t, c.loop, r, block.OpRead, at, blockSize, got)
 	if !bytes.Equal(got, buf) {
 		t.Fatal("what was written is not read")

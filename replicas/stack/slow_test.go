@@ -8,7 +8,6 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // slowReads is a loop with a disk which does a read every 12 ms.
@@ -56,7 +55,7 @@ func TestExpandBesideManyReads(t *testing.T) {
 	}
 	slow.Post(func() {
 		for range depth {
-			q := &block.Request{Op: block.OpRead, Len: blockSize, Buf: diskfs.AlignedBuffer(int(blockSize))}
+			q := &block.Request{Op: block.OpRead, Len: blockSize, Buf: block.AlignedBuffer(int(blockSize))}
 			q.Done = func(*block.Request) {
 				if stop || q.Err != nil {
 					done <- q.Err

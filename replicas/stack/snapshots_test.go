@@ -18,7 +18,6 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
 	"drover.io/drover/block/uring"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
 )
@@ -48,7 +47,7 @@ func (c *chained) scribble(n int) (uids []string) {
 		c.t.Fatal(err)
 	}
 	size := int64(len(c.model))
-	buf := diskfs.AlignedBuffer(256 << 10)
+	buf := block.AlignedBuffer(256 << 10)
 	for range n {
 		for range 30 {
 			off := c.rng.Int64N(size>>blockBits) << blockBits
@@ -287,7 +286,7 @@ func (c *chained) mergeAll() {
 	size := int64(len(c.model))
 	go func() {
 		rng := rand.New(rand.NewPCG(c.rng.Uint64(), 1))
-		buf := diskfs.AlignedBuffer(64 << 10)
+		buf := block.AlignedBuffer(64 << 10)
 		for {
 			select {
 			case <-stop:

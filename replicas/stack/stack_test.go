@@ -157,7 +157,7 @@ func testModel(t *testing.T, rng *rand.Rand, layers int) {
 	if err := d.CreateReplica(ctx, spec); err != nil {
 		t.Fatalf("again: %v", err)
 	}
-	buf := diskfs.AlignedBuffer(1 << 20)
+	buf := block.AlignedBuffer(1 << 20)
 	for round := range 6 {
 		r, err := d.OpenReplica(ctx, spec.UID, loop)
 		if err != nil {
@@ -228,7 +228,7 @@ func testModel(t *testing.T, rng *rand.Rand, layers int) {
 
 func compareAll(t testing.TB, loop ring, r *Replica, model []byte) {
 	t.Helper()
-	buf := diskfs.AlignedBuffer(1 << 20)
+	buf := block.AlignedBuffer(1 << 20)
 	for off := int64(0); off < int64(len(model)); off += int64(len(buf)) {
 		b := buf[:min(int64(len(buf)), int64(len(model))-off)]
 		mustIssue(t, loop, r, block.OpRead, off, int64(len(b)), b)
@@ -439,7 +439,7 @@ func TestSubmitRefusesNonsense(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
-	b := diskfs.AlignedBuffer(3 * int(blockSize))
+	b := block.AlignedBuffer(3 * int(blockSize))
 	for _, q := range []block.Request{
 		{Op: block.OpRead, Off: 512, Len: blockSize, Buf: b[:blockSize]},
 		{Op: block.OpRead, Off: 0, Len: 512, Buf: b[:512]},

@@ -15,7 +15,6 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/block/file/lossy"
 	"drover.io/drover/block/suite"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
 )
@@ -198,7 +197,7 @@ var steps = []step{
 			if err != nil {
 				return err
 			}
-			buf := diskfs.AlignedBuffer(2 << 20)
+			buf := block.AlignedBuffer(2 << 20)
 			fill(buf, 99)
 			if _, err := w.WriteAt(buf, 0); err == nil {
 				_, err = w.WriteAt(buf[:blockSize], 3<<20)
@@ -284,7 +283,7 @@ var steps = []step{
 	},
 		do: func(d *Disk, p *power, i *ids) error {
 			return withReplica(func(r *Replica) error {
-				buf := diskfs.AlignedBuffer(int(blockSize))
+				buf := block.AlignedBuffer(int(blockSize))
 				fill(buf, 33)
 				err := r.Adopt(context.Background(), 1, 1, []string{i.replica})
 				if err == nil {
@@ -335,7 +334,7 @@ var steps = []step{
 			uids, err := d.Unfinished()
 			if err == nil && len(uids) == 0 { // the first part of the step
 				err = withReplica(func(r *Replica) error {
-					buf := diskfs.AlignedBuffer(int(blockSize))
+					buf := block.AlignedBuffer(int(blockSize))
 					fill(buf, 34)
 					i.e.add(3, 1, 34)
 					err := r.Adopt(context.Background(), 1, 1, []string{i.replica})
@@ -391,7 +390,7 @@ var steps = []step{
 	},
 		do: func(d *Disk, p *power, i *ids) error {
 			return withReplica(func(r *Replica) error {
-				buf := diskfs.AlignedBuffer(int(blockSize))
+				buf := block.AlignedBuffer(int(blockSize))
 				fill(buf, 44)
 				i.e.add(700, 1, 44)
 				err := issue(p, r, block.OpWrite, 700<<blockBits, blockSize, buf, true)

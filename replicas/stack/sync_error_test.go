@@ -10,7 +10,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -45,7 +44,7 @@ func TestSyncErrorIsNotLost(t *testing.T) {
 				t.Fatal(err)
 			}
 			adopt(t, r, 1, 7, uid)
-			mustIssue(t, l, r, block.OpWrite, 0, blockSize, diskfs.AlignedBuffer(int(blockSize)))
+			mustIssue(t, l, r, block.OpWrite, 0, blockSize, block.AlignedBuffer(int(blockSize)))
 			r.head = &syncOnce{r.head, unix.EIO}
 			if err := hears(r); !errors.Is(err, ErrFailed) || !errors.Is(err, unix.EIO) {
 				t.Errorf("the error: %v", err)
@@ -57,7 +56,7 @@ func TestSyncErrorIsNotLost(t *testing.T) {
 				n := int64(0)
 				var b []byte
 				if op == block.OpWrite {
-					n, b = blockSize, diskfs.AlignedBuffer(int(blockSize))
+					n, b = blockSize, block.AlignedBuffer(int(blockSize))
 				}
 				if err := issue(l, r, op, 0, n, b, false); err == nil {
 					t.Errorf("a %s was acknowledged", what)

@@ -14,7 +14,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -101,7 +100,7 @@ func earlyWriter(t *testing.T) (*syncsFS, *Disk, block.LayerWriter) {
 
 func writeMiB(t *testing.T, w block.LayerWriter, from, n int64) {
 	t.Helper()
-	buf := diskfs.AlignedBuffer(1 << 20)
+	buf := block.AlignedBuffer(1 << 20)
 	fill(buf, 7)
 	for i := range n {
 		if _, err := w.WriteAt(buf, (from+i)<<20); err != nil {

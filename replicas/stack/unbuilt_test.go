@@ -7,7 +7,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 )
 
 // TestMergeOfBlocksNotLookedAt: a head which exists at the open of the replica becomes a layer, gets digests and is
@@ -79,7 +78,7 @@ func TestMergeOfBlocksNotLookedAt(t *testing.T) {
 	}
 	cancel()
 	<-merged
-	buf := diskfs.AlignedBuffer(int(blockSize))
+	buf := block.AlignedBuffer(int(blockSize))
 	for b, want := range map[int64]uint64{2: 102, 3: 203, 40: 240, 41: 0} {
 		mustIssue(t, loop, r, block.OpRead, b<<blockBits, blockSize, buf)
 		if string(buf) != string(numbered(want)) {

@@ -12,7 +12,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
 )
 
@@ -64,7 +63,7 @@ func TestMergeOfUnknownOutcome(t *testing.T) {
 	if err := r.Note(json.RawMessage(`{"size":1}`)); err == nil {
 		t.Error("a stack is recorded over the one that may be there")
 	}
-	buf := diskfs.AlignedBuffer(size)
+	buf := block.AlignedBuffer(size)
 	mustIssue(t, loop, r, block.OpRead, 0, size, buf) // reads continue
 	if err := issue(loop, r, block.OpWrite, 0, blockSize, buf[:blockSize], true); err == nil {
 		t.Error("a replica whose record is not known takes writes")

@@ -5,12 +5,12 @@ import (
 	"strings"
 	"testing"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 )
 
 // onImageOf makes a cluster with the only copy of an image on the second node, and volumes on the image with replicas
@@ -59,14 +59,13 @@ func onImageOf(t *testing.T, size int64, volumes ...string) (c *Cluster, device 
 func blockIO(dev string, off int64, write bool) chan error {
 	done := make(chan error, 1)
 	go func() {
-		b := make([]byte, 8192)
-		skip := int(-uintptr(unsafe.Pointer(&b[0])) & 4095)
+		b := block.AlignedBuffer(4096)
 		f, err := os.OpenFile(dev, os.O_RDWR|unix.O_DIRECT, 0)
 		if err == nil {
 			if write {
-				_, err = f.WriteAt(b[skip:skip+4096], off)
+				_, err = f.WriteAt(b, off)
 			} else {
-				_, err = f.ReadAt(b[skip:skip+4096], off)
+				_, err = f.ReadAt(b, off)
 			}
 			_ = f.Close()
 		}

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 )
 
@@ -34,11 +35,11 @@ func WriteHoles(fsys file.FS, dir string) error {
 	if err != nil {
 		return err
 	}
-	block := AlignedBuffer(int(blockSize))
-	copy(block, "Drover compares which parts of this file are holes. Keep holes when you copy a disk.\n")
+	buf := block.AlignedBuffer(block.Size)
+	copy(buf, "Drover compares which parts of this file are holes. Keep holes when you copy a disk.\n")
 	// The size first: a file system may allocate blocks ahead behind a write at the end of a file.
 	if err = h.Truncate(holesSize); err == nil {
-		_, err = h.WriteAt(block, holesData)
+		_, err = h.WriteAt(buf, holesData)
 	}
 	if err == nil {
 		err = h.Datasync()

@@ -10,8 +10,12 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 )
+
+// PunchMode is the mode of fallocate that gives space back and keeps the size.
+const PunchMode = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
 
 // Probe checks that the file system at path keeps a map for the recovery of heads: the file system must report 4 KiB of
 // zeros in a hole as exactly 4 KiB of data, and a punched hole as a hole. File systems with other blocks, and those that
@@ -31,7 +35,7 @@ func Probe(ctx context.Context, path string) (err error) {
 	if err := f.Truncate(size); err != nil {
 		return api.Errorf(api.Unsupported, "the file system cannot hold a sparse file of 1 TiB: %w", err)
 	}
-	zeros := AlignedBuffer(int(blockSize))
+	zeros := block.AlignedBuffer(block.Size)
 	// A block that a loss of power leaves half written must not become half a block of data over lower data.
 	if _, err := unix.Pwrite(fd, zeros[:512], at); err != nil {
 		return Classify(fmt.Errorf("write 512 bytes: %w", err))

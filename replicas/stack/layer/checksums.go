@@ -10,8 +10,8 @@ import (
 	"slices"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -119,7 +119,7 @@ func (d *Store) rightCRCs(l *Layer, c int64, buf []byte) error {
 func (l *Layer) compareChecksums(p []byte, off int64) error {
 	first, end := off>>blockBits, (off+int64(len(p))+blockSize-1)>>blockBits
 	from := first >> format.CRCPageBits
-	crcs := diskfs.AlignedBuffer(int(((end-1)>>format.CRCPageBits - from + 1) * format.CRCPageSize))
+	crcs := block.AlignedBuffer(int(((end-1)>>format.CRCPageBits - from + 1) * format.CRCPageSize))
 	if n, err := l.CRCs.ReadAt(crcs, from*format.CRCPageSize); n < len(crcs) {
 		return l.judgeRead(p, off, fmt.Errorf("checksums: %w", err))
 	}
@@ -131,7 +131,7 @@ func (l *Layer) compareChecksums(p []byte, off int64) error {
 			whole = p[at:][:blockSize]
 		} else {
 			if part == nil {
-				part = diskfs.AlignedBuffer(int(blockSize))
+				part = block.AlignedBuffer(int(blockSize))
 			}
 			whole = part
 			if n, err := l.Data.ReadAt(whole, b<<blockBits); n < len(whole) {

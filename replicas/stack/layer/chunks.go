@@ -12,7 +12,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/file"
-	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
 
@@ -25,7 +24,7 @@ func EachChunk(ctx context.Context, kinds *format.Index, fn func(c int64, buf []
 	var wg sync.WaitGroup
 	for range runtime.GOMAXPROCS(0) {
 		wg.Go(func() {
-			buf := diskfs.AlignedBuffer(int(chunkSize))
+			buf := block.AlignedBuffer(int(chunkSize))
 			for c := range work {
 				if ctx.Err() != nil {
 					continue
@@ -102,7 +101,7 @@ func (d *Store) Hurry(uid string) {
 func eachChunkGently(ctx context.Context, kinds *format.Index, hurry func() bool,
 	fn func(c int64, buf []byte) error) error {
 	const rest = 2 // pause in multiples of the work
-	buf := diskfs.AlignedBuffer(int(chunkSize))
+	buf := block.AlignedBuffer(int(chunkSize))
 	for c := range kinds.Chunks() {
 		began := time.Now()
 		if err := fn(c, buf); err != nil {

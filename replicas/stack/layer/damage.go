@@ -11,6 +11,7 @@ import (
 	"slices"
 	"time"
 
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
@@ -143,7 +144,7 @@ func (l *Layer) Judge(buf []byte, at int64) (bad []Damage, err error) {
 		return nil, err
 	}
 	defer sums.Close()
-	room := diskfs.AlignedBuffer(int(chunkSize))
+	room := block.AlignedBuffer(int(chunkSize))
 	for c := at / chunkSize; c*chunkSize < at+int64(len(buf)); c++ {
 		off := c * chunkSize
 		chunk := room[:min(chunkSize, l.Rec.Size-off)]

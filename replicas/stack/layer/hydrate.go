@@ -248,7 +248,7 @@ func (h *Hydration) fetchChunk(c int64) error {
 	case <-h.ctx.Done():
 		return h.ctx.Err()
 	}
-	buf := diskfs.AlignedBuffer(int(min(chunkSize, h.Rec.Size-c*chunkSize)))
+	buf := block.AlignedBuffer(int(min(chunkSize, h.Rec.Size-c*chunkSize)))
 	var checked atomic.Bool
 	check := func(b []byte) error {
 		if h.sums == nil {

@@ -232,7 +232,7 @@ func (l *Layer) JudgeMoved(buf []byte, at int64, gave *Layer) bool {
 // ReadMoved reads a range below Done, and fails if the range is damaged.
 func (l *Layer) ReadMoved(p []byte, off int64, gave *Layer) error {
 	from := off &^ (blockSize - 1)
-	buf := diskfs.AlignedBuffer(int((off+int64(len(p))+blockSize-1)&^(blockSize-1) - from))
+	buf := block.AlignedBuffer(int((off+int64(len(p))+blockSize-1)&^(blockSize-1) - from))
 	if !l.JudgeMoved(buf, from, gave) {
 		return api.Errorf(api.Corrupt, "layer %s: some of the %d bytes at %d are damaged", l.Rec.UID, len(p), off)
 	}
@@ -251,7 +251,7 @@ func (l *Layer) CRCsAt(off, length int64) ([]byte, error) {
 	}
 	from := first >> format.CRCPageBits
 	n := ((end-1)>>format.CRCPageBits - from + 1) * format.CRCPageSize
-	pages := diskfs.AlignedBuffer(int(n)) // the file may be open for direct I/O
+	pages := block.AlignedBuffer(int(n)) // the file may be open for direct I/O
 	if k, err := l.CRCs.ReadAt(pages, from*format.CRCPageSize); k < len(pages) {
 		return nil, errors.Join(err, os.ErrInvalid)
 	}
@@ -275,7 +275,7 @@ func (l *Layer) digestIs(at int64) bool {
 	}
 	defer sums.Close()
 	c := at / chunkSize
-	chunk := diskfs.AlignedBuffer(int(min(chunkSize, l.Rec.Size-c*chunkSize)))
+	chunk := block.AlignedBuffer(int(min(chunkSize, l.Rec.Size-c*chunkSize)))
 	var want [sumSize]byte
 	_, err = sums.ReadAt(want[:], sumsHeader+c*sumSize)
 	n, _ := l.Data.ReadAt(chunk, c*chunkSize)

@@ -254,7 +254,7 @@ func (d *Store) ReadLayer(ctx context.Context, uid string, off int64, n int) ([]
 	if err != nil {
 		return nil, err
 	}
-	buf := diskfs.AlignedBuffer(n)
+	buf := block.AlignedBuffer(n)
 	have, err := l.ReadAt(buf, off)
 	if have == n {
 		err = nil

@@ -60,7 +60,7 @@ func (d *Store) Repair(uid string, off int64, right []byte) (err error) {
 		}
 		return err
 	}
-	c := chunkRepair{l: l, off: off, have: diskfs.AlignedBuffer(int(n)), bad: make([]bool, n>>blockBits)}
+	c := chunkRepair{l: l, off: off, have: block.AlignedBuffer(int(n)), bad: make([]bool, n>>blockBits)}
 	c.readChunk()
 	if !slices.Contains(c.bad, true) && sha256.Sum256(c.have) == want {
 		return d.chunkRepaired(l, off, c.have) // the chunk is sound again
@@ -120,14 +120,14 @@ func (c *chunkRepair) readChunk() {
 // composeContent returns content that the chunk may have had: blocks of data from the other replica, zeros elsewhere.
 // With keep, blocks that match their checksum stay, because later writes may hide such a block in the other replica.
 func (c *chunkRepair) composeContent(kinds *format.Index, right []byte, keep bool) []byte {
-	now := diskfs.AlignedBuffer(len(c.have))
+	now := block.AlignedBuffer(len(c.have))
 	copy(now, right)
 	crcs := make([]byte, format.ChunkCRCsSize)
 	if keep {
 		if c.l.CRCs == nil {
 			return now
 		}
-		page := diskfs.AlignedBuffer(int(format.CRCPageSize)) // the file may be open for direct I/O
+		page := block.AlignedBuffer(int(format.CRCPageSize)) // the file may be open for direct I/O
 		if n, _ := c.l.CRCs.ReadAt(page, c.off>>blockBits>>format.CRCPageBits*format.CRCPageSize); n < len(page) {
 			return now
 		}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
 )
@@ -60,7 +61,7 @@ func (d *Store) CompareDigests(ctx context.Context, l *Layer, rate int64, only f
 	if root, err := format.RootDigest(sums, l.Rec.Size, kinds); err != nil || root != l.Rec.Root {
 		return all, nil
 	}
-	buf := diskfs.AlignedBuffer(int(chunkSize))
+	buf := block.AlignedBuffer(int(chunkSize))
 	began, done := time.Now(), int64(0)
 	for c := range kinds.Chunks() {
 		if only != nil && !only(c) {

@@ -352,7 +352,7 @@ func (w *Writer) putSums(c int64, sums format.ChunkSums) error {
 
 func (w *Writer) writeData(p []byte, off int64) error {
 	h := w.data
-	if diskfs.Aligned(p, off) {
+	if block.Aligned(p, off) {
 		h = w.direct
 	}
 	if _, err := h.WriteAt(p, off); err != nil {

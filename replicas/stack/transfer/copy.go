@@ -177,7 +177,7 @@ func (t *copyJob) copyChunks(ctx context.Context) error {
 	var wg sync.WaitGroup
 	for range t.o.Workers {
 		wg.Go(func() {
-			buf, scratch := diskfs.AlignedBuffer(int(chunkSize)), diskfs.AlignedBuffer(int(chunkSize))
+			buf, scratch := block.AlignedBuffer(int(chunkSize)), block.AlignedBuffer(int(chunkSize))
 			for c := range work {
 				if ctx.Err() != nil {
 					continue
