@@ -128,6 +128,7 @@ var walls = []wall{
 		"sources reads layers where it is told to; it knows neither replicas nor the API server"},
 	{[]string{"replicas"}, []string{"api", "block"}, "rooms meet in the API objects and in block, never by import"},
 	{[]string{"backups"}, []string{"api", "block"}, "rooms meet in the API objects and in block, never by import"},
+	{[]string{"backups/target"}, []string{"api", "block"}, "a store keeps objects by name; it knows nothing of their content"},
 	{[]string{"driver/cli", "driver/kubeapi"}, []string{"api", "block"}, "commands and the API server know objects only"},
 }
 
@@ -272,6 +273,10 @@ func TestWallsRefuse(t *testing.T) {
 		{"replicas/sources", "replicas/stack", false},
 		{"replicas", "replicas/planner", false},
 		{"replicas", "replicas/disks", false},
+		{"backups", "replicas", true},
+		{"backups/target", "backups/repo", true},
+		{"backups/target/s3", "block", false},
+		{"backups/repo", "backups/target", false},
 		{"driver", "replicas", false},
 		{"driver/cli", "replicas", true},
 	} {
