@@ -13,6 +13,7 @@ package target
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"time"
 
@@ -81,6 +82,15 @@ func CheckRange(name string, off, n int64) error {
 		return api.Errorf(api.Invalid, "object %s: the range of %d bytes from %d is outside of every object", name, n, off)
 	}
 	return nil
+}
+
+// Short is the error of a Get beyond the end of an object of size bytes.
+func Short(store, name string, off, n, size int64) error {
+	want := fmt.Sprintf("%d bytes", n)
+	if n < 0 {
+		want = "bytes"
+	}
+	return api.Errorf(api.Invalid, "%s: object %s is too short: cannot read %s from %d of %d", store, name, want, off, size)
 }
 
 func isForeign(r rune) bool {
