@@ -8,7 +8,7 @@
 // room Full, a store that does not answer Unavailable. An error holds no secret. The end of a caller's context ends the
 // operation, and errors.Is finds the context's error.
 //
-// A store has no goroutine that outlives a call.
+// A store has no goroutine that outlives a call, other than the idle connections of s3, which its Close ends.
 package target
 
 import (
@@ -90,7 +90,8 @@ func Short(store, name string, off, n, size int64) error {
 	if n < 0 {
 		want = "bytes"
 	}
-	return api.Errorf(api.Invalid, "%s: object %s is too short: cannot read %s from %d of %d", store, name, want, off, size)
+	return api.Errorf(api.Invalid, "%s: object %s is too short: cannot read %s from %d of %d",
+		store, name, want, off, size)
 }
 
 func isForeign(r rune) bool {

@@ -39,7 +39,9 @@ func TestNamesStayInsideTheStore(t *testing.T) {
 			t.Errorf("%.40q: %v, want good: %v", name, err, good)
 		}
 	}
-	for prefix, good := range map[string]bool{"": true, "data": true, "data/": true, "/": false, "..": false, "a//": false} {
+	for prefix, good := range map[string]bool{
+		"": true, "data": true, "data/": true, "/": false, "..": false, "a//": false,
+	} {
 		if err := target.CheckPrefix(prefix); (err == nil) != good {
 			t.Errorf("prefix %q: %v, want good: %v", prefix, err, good)
 		}

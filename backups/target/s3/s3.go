@@ -1,0 +1,289 @@
+// Package s3 is a store in a bucket of Amazon S3 or of a server with the same protocol. The name of an object follows a
+// fixed prefix of the bucket.
+//
+// The store needs little of the protocol, because servers differ: an object is one PUT with Content-MD5, without parts
+// and trailers, up to 5 GiB; a read is one GET, and the store compares the answer's range and length with the wanted
+// ones; a delete takes 1,000 objects per request.
+//
+// The library retries a request, with jitter, up to maxTries. Each operation has a deadline: some answer times for the
+// tries, and the time that its bytes need on a slow line. A list has the deadline for each page, outside of the
+// callback.
+//
+// No error holds a secret of the configuration, even if a server or proxy repeats the secret. Therefore errors keep the
+// text of the library's errors and do not wrap them; only the error of the caller's context is wrapped.
+//
+// The package starts no goroutines. The HTTP transport keeps goroutines for connections: they end with the request, or
+// with Close for idle connections. A request ends after the transport has released its body.
+package s3
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/minio/minio-go/v7"
+	"github.com/minio/minio-go/v7/pkg/credentials"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/target"
+)
+
+const (
+	// maxTries is how often the library sends a request.
+	maxTries = 4
+	// answerTime is the default of Config.AnswerTime.
+	answerTime = time.Minute
+	// slowLine is the slowest line, in bytes per second, on which a transfer meets its deadline.
+	slowLine = 128 << 10
+	// maxObject bounds the memory for an object whose length the server tells.
+	maxObject = 1 << 30
+)
+
+// Store is a store in a bucket.
+type Store struct {
+	cfg       Config
+	prefix    string // empty, or with a slash at the end
+	client    minio.Core
+	transport *http.Transport
+}
+
+var _ target.Store = (*Store)(nil)
+
+// New makes a store, without a request. The caller closes the store.
+func New(cfg Config) (*Store, error) {
+	if cfg.AnswerTime == 0 {
+		cfg.AnswerTime = answerTime
+	}
+	s := &Store{cfg: cfg}
+	if p := strings.Trim(cfg.Prefix, "/"); p != "" {
+		if err := target.CheckName(p); err != nil {
+			return nil, err
+		}
+		s.prefix = p + "/"
+	}
+	host, secure, err := cfg.endpoint()
+	if err != nil {
+		return nil, err
+	}
+	if cfg.AccessKey == "" || cfg.SecretKey == "" {
+		return nil, api.Errorf(api.Invalid, "%s: access key or secret key is missing; give both", s)
+	}
+	if s.transport, err = newTransport(cfg); err != nil {
+		return nil, err
+	}
+	client, err := minio.New(host, &minio.Options{
+		Creds:        credentials.NewStaticV4(string(cfg.AccessKey), string(cfg.SecretKey), string(cfg.SessionToken)),
+		Secure:       secure,
+		Transport:    bodyWaiter{s.transport},
+		Region:       cfg.Region,
+		BucketLookup: cfg.Addressing.lookup(),
+		MaxRetries:   maxTries,
+	})
+	if err != nil {
+		return nil, api.Errorf(api.Invalid, "%s: cannot use the endpoint %s: %s", s, host, cfg.redact(err.Error()))
+	}
+	s.client = minio.Core{Client: client}
+	return s, nil
+}
+
+// Close closes idle connections.
+func (s *Store) Close() { s.transport.CloseIdleConnections() }
+
+// String names the store in errors.
+func (s *Store) String() string {
+	return "S3 store " + strings.TrimSuffix(s.cfg.Bucket+"/"+s.prefix, "/")
+}
+
+// Put implements target.Store.
+func (s *Store) Put(ctx context.Context, name string, body []byte) error {
+	if err := target.CheckName(name); err != nil {
+		return err
+	}
+	op := s.begin(ctx, "write object "+name, int64(len(body)))
+	defer op.end()
+	_, err := s.client.Client.PutObject(op.ctx, s.cfg.Bucket, s.prefix+name, bytes.NewReader(body), int64(len(body)),
+		minio.PutObjectOptions{SendContentMd5: true, DisableMultipart: true, DisableContentSha256: true})
+	if err != nil {
+		return op.failed(err)
+	}
+	return nil
+}
+
+// Get implements target.Store.
+func (s *Store) Get(ctx context.Context, name string, off, n int64) ([]byte, error) {
+	if err := target.CheckName(name); err != nil {
+		return nil, err
+	}
+	if err := target.CheckRange(name, off, n); err != nil {
+		return nil, err
+	}
+	if n == 0 { // no range of the protocol is empty
+		return s.getNothing(ctx, name, off, n)
+	}
+	op := s.begin(ctx, "read object "+name, max(n, 0))
+	defer op.end()
+	var opts minio.GetObjectOptions
+	var wanted string
+	if n > 0 {
+		wanted = fmt.Sprintf("bytes=%d-%d", off, off+n-1)
+	} else if off > 0 {
+		wanted = fmt.Sprintf("bytes=%d-", off)
+	}
+	if wanted != "" {
+		opts.Set("Range", wanted)
+	}
+	body, info, header, err := s.client.GetObject(op.ctx, s.cfg.Bucket, s.prefix+name, opts)
+	if minio.ToErrorResponse(err).Code == minio.InvalidRange {
+		return s.getNothing(ctx, name, off, n)
+	} else if err != nil {
+		return nil, op.failed(err)
+	}
+	defer body.Close()
+	length := info.Size
+	if wanted != "" {
+		answer := header.Get("Content-Range")
+		first, last, size, ok := parseContentRange(answer)
+		end := size
+		if n > 0 {
+			end = min(size, off+n)
+		}
+		if !ok || first != off || last != end-1 {
+			return nil, op.unavailable(fmt.Sprintf("the server answered %q with the range %q", wanted, answer))
+		} else if end-off < n {
+			return nil, target.Short(s.String(), name, off, n, size)
+		}
+		length = end - off
+	}
+	return op.readBody(body, length)
+}
+
+// getNothing is Get of no bytes, or beyond the end.
+func (s *Store) getNothing(ctx context.Context, name string, off, n int64) ([]byte, error) {
+	o, err := s.Stat(ctx, name)
+	switch {
+	case err != nil:
+		return nil, err
+	case off+max(n, 0) > o.Size:
+		return nil, target.Short(s.String(), name, off, n, o.Size)
+	case n > 0 || n < 0 && off < o.Size:
+		return nil, api.Errorf(api.Unavailable, "%s: cannot read object %s: the server refused a range inside of the object",
+			s, name)
+	}
+	return []byte{}, nil
+}
+
+// parseContentRange parses "bytes first-last/size".
+func parseContentRange(header string) (first, last, size int64, ok bool) {
+	n, err := fmt.Sscanf(header, "bytes %d-%d/%d", &first, &last, &size)
+	return first, last, size, n == 3 && err == nil && 0 <= first && first <= last
+}
+
+// readBody reads exactly length bytes.
+func (o *operation) readBody(body io.Reader, length int64) ([]byte, error) {
+	if length < 0 || length > maxObject {
+		return nil, o.unavailable(fmt.Sprintf("the server gives the length %d, at most %d are allowed", length, maxObject))
+	}
+	o.extend(length)
+	b := make([]byte, length)
+	if n, err := io.ReadFull(body, b); err != nil {
+		if o.ctx.Err() != nil {
+			return nil, o.failed(err)
+		}
+		return nil, o.unavailable(fmt.Sprintf("the answer ended after %d of %d bytes", n, length))
+	}
+	return b, nil
+}
+
+// Stat implements target.Store.
+func (s *Store) Stat(ctx context.Context, name string) (target.Object, error) {
+	if err := target.CheckName(name); err != nil {
+		return target.Object{}, err
+	}
+	op := s.begin(ctx, "look up object "+name, 0)
+	defer op.end()
+	info, err := s.client.StatObject(op.ctx, s.cfg.Bucket, s.prefix+name, minio.StatObjectOptions{})
+	if minio.ToErrorResponse(err).Code == minio.NoSuchKey { // the answer has no body, and may mean the bucket
+		if is, e := s.client.BucketExists(op.ctx, s.cfg.Bucket); e == nil && !is {
+			err = minio.ErrorResponse{Code: minio.NoSuchBucket, Message: "the bucket does not exist"}
+		}
+	}
+	if err != nil {
+		return target.Object{}, op.failed(err)
+	}
+	return target.Object{Name: name, Size: info.Size, Modified: info.LastModified}, nil
+}
+
+// List implements target.Store.
+func (s *Store) List(ctx context.Context, prefix string, each func(target.Object) error) error {
+	if err := target.CheckPrefix(prefix); err != nil {
+		return err
+	}
+	op := s.begin(ctx, fmt.Sprintf("list objects %q", prefix), 0)
+	defer op.end()
+	noOwner := false
+	for o := range s.client.ListObjectsIter(op.ctx, s.cfg.Bucket, minio.ListObjectsOptions{
+		Prefix: s.prefix + prefix, Recursive: true, FetchOwner: &noOwner,
+	}) {
+		if o.Err != nil {
+			return op.failed(o.Err)
+		}
+		name, ok := strings.CutPrefix(o.Key, s.prefix)
+		if !ok || !strings.HasPrefix(name, prefix) || target.CheckName(name) != nil {
+			continue
+		}
+		op.pause()
+		if err := each(target.Object{Name: name, Size: o.Size, Modified: o.LastModified}); err != nil {
+			return err
+		}
+		op.extend(0)
+	}
+	if err := op.ctx.Err(); err != nil { // the library ends such a list without an error
+		return op.failed(err)
+	}
+	return nil
+}
+
+// Delete implements target.Store. An error of one object does not keep the store from deleting the others.
+func (s *Store) Delete(ctx context.Context, names ...string) error {
+	objects := make([]minio.ObjectInfo, len(names))
+	for i, name := range names {
+		if err := target.CheckName(name); err != nil {
+			return err
+		}
+		objects[i].Key = s.prefix + name
+	}
+	op := s.begin(ctx, "delete objects", 0)
+	defer op.end()
+	results, err := s.client.RemoveObjectsWithIter(op.ctx, s.cfg.Bucket, slices.Values(objects),
+		minio.RemoveObjectsOptions{})
+	if err != nil {
+		return op.failed(err)
+	}
+	var first minio.RemoveObjectResult
+	failures := 0
+	for r := range results {
+		op.extend(0)
+		if r.Err == nil || minio.ToErrorResponse(r.Err).Code == minio.NoSuchKey {
+			continue
+		}
+		if failures++; failures == 1 {
+			first = r
+		}
+	}
+	if err := op.ctx.Err(); err != nil { // the library ends such a delete without an error
+		return op.failed(err)
+	}
+	if failures > 0 {
+		op.action = "delete object " + strings.TrimPrefix(first.ObjectName, s.prefix)
+		if failures > 1 {
+			op.action += fmt.Sprintf(" and %d others", failures-1)
+		}
+		return op.failed(first.Err)
+	}
+	return nil
+}
