@@ -27,7 +27,7 @@ func (c *served) beginControl(h *header, b []byte) context.Context {
 	case kindClose:
 		c.endOpening(h.session)
 		if x != nil {
-			x.endCalls()
+			x.endCallsLocked()
 		}
 	case kindCall:
 		name, _, _ := bytes.Cut(b, []byte("\n"))
@@ -69,8 +69,15 @@ func (x *session) beginCall(m servedMethod) context.Context {
 	return x.scopes[of].ctx
 }
 
-// endCalls ends the contexts of the calls that end with the session. The caller has the connection's lock.
+// endCalls ends the contexts of the calls with a scope.
 func (x *session) endCalls() {
+	x.c.mu.Lock()
+	defer x.c.mu.Unlock()
+	x.endCallsLocked()
+}
+
+// endCallsLocked is endCalls for a caller with the connection's lock.
+func (x *session) endCallsLocked() {
 	for _, s := range x.scopes {
 		s.cancel()
 	}
@@ -174,7 +181,7 @@ func (c *served) carryOut(ctx context.Context, h *header, b []byte) ([]byte, err
 	}
 	name, args, _ := bytes.Cut(b, []byte("\n"))
 	if places := x.reading[string(name)]; places != nil {
-		if err := x.beginRead(places); err != nil {
+		if err := x.beginRead(ctx, places); err != nil {
 			return nil, err
 		}
 		defer func() { <-places }()
@@ -194,12 +201,12 @@ func (c *served) carryOut(ctx context.Context, h *header, b []byte) ([]byte, err
 
 // beginRead waits until a call may read content: few calls of a kind do at once in a session, and none while answers
 // wait for the client.
-func (x *session) beginRead(places chan struct{}) error {
+func (x *session) beginRead(ctx context.Context, places chan struct{}) error {
 	c := x.c
 	select {
 	case places <- struct{}{}:
-	case <-c.ctx.Done():
-		return errClosed
+	case <-ctx.Done():
+		return api.Errorf(api.Unavailable, "the engine has given the call up: %w", ctx.Err())
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -15,12 +15,21 @@ import (
 
 // seen is the open snapshot of a replica; one at a time.
 type seen struct {
-	mu  sync.RWMutex
-	uid string
-	src block.Source
+	mu     sync.RWMutex
+	uid    string
+	src    block.Source
+	closed bool // with the replica: no snapshot opens any more
 }
 
 func (s *seen) close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	return s.closeSnapshot()
+}
+
+// endSnapshot closes the snapshot, until the next call opens one.
+func (s *seen) endSnapshot() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.closeSnapshot()
@@ -37,7 +46,7 @@ func (s *seen) closeSnapshot() error {
 }
 
 // withSnapshot calls fn with the content of a snapshot.
-func (b *Backend) withSnapshot(uid string, fn func(block.Source) error) error {
+func (b *Backend) withSnapshot(ctx context.Context, uid string, fn func(block.Source) error) error {
 	v := &b.seen
 	for {
 		v.mu.RLock()
@@ -46,24 +55,24 @@ func (b *Backend) withSnapshot(uid string, fn func(block.Source) error) error {
 			return fn(v.src)
 		}
 		v.mu.RUnlock()
-		if err := b.openSnapshot(uid); err != nil {
+		if err := b.openSnapshot(ctx, uid); err != nil {
 			return err
 		}
 	}
 }
 
-// openSnapshot opens a snapshot for reads. Its layers are not merged meanwhile.
-func (b *Backend) openSnapshot(uid string) error {
-	b.mu.Lock()
-	end := b.end
-	b.mu.Unlock()
-	if end {
-		return errClosed
-	}
+// openSnapshot opens a snapshot for reads. Its layers are not merged meanwhile. The engine ends the snapshot after the
+// contexts of its calls: openSnapshot looks at the context with the lock, so that no late call opens the snapshot again.
+func (b *Backend) openSnapshot(ctx context.Context, uid string) error {
 	v := &b.seen
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if v.src != nil && v.uid == uid {
+	switch err := ctx.Err(); {
+	case v.closed:
+		return errClosed
+	case err != nil:
+		return api.Errorf(api.Unavailable, "the engine has given the read of snapshot %s up: %w", uid, err)
+	case v.src != nil && v.uid == uid:
 		return nil
 	}
 	if err := v.closeSnapshot(); err != nil {
@@ -96,7 +105,7 @@ func (b *Backend) SnapRead(ctx context.Context, uid string, off int64, buf []byt
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	return b.withSnapshot(uid, func(src block.Source) error {
+	return b.withSnapshot(ctx, uid, func(src block.Source) error {
 		n, err := src.ReadAt(buf, off)
 		if errors.Is(err, io.EOF) && n == len(buf) {
 			err = nil
@@ -106,7 +115,7 @@ func (b *Backend) SnapRead(ctx context.Context, uid string, off int64, buf []byt
 }
 
 // SnapEnd closes the open snapshot.
-func (b *Backend) SnapEnd(context.Context) error { return b.seen.close() }
+func (b *Backend) SnapEnd(context.Context) error { return b.seen.endSnapshot() }
 
 // State returns the replica's record. After a failed sync State is an error: the record may name a snapshot whose data
 // the disk lacks, and the API would report the snapshot ready.

@@ -71,14 +71,14 @@ var (
 			return runsOf(list, maxRuns), nil
 		},
 		encode: asJSON[changedArgs, []run], decode: decodeChanged}
-	snapDigestsCall = &method[snapArgs, []byte]{name: "snap-digests", repeat: true, atOnce: sessionCalls,
+	snapDigestsCall = &method[snapArgs, []byte]{name: "snap-digests", repeat: true, atOnce: sessionCalls, scope: "snapshot",
 		run: func(ctx context.Context, b *Backend, a snapArgs) ([]byte, error) {
 			return b.SnapDigests(ctx, a.UID, a.Off, a.N)
 		},
 		encode: asBytes[snapArgs], decode: func(d []byte, a snapArgs, _ limits) ([]byte, error) {
 			return d, checkDigests(d, a.N)
 		}}
-	snapReadCall = &method[snapArgs, []byte]{name: "snap-read", repeat: true, atOnce: sessionCalls,
+	snapReadCall = &method[snapArgs, []byte]{name: "snap-read", repeat: true, atOnce: sessionCalls, scope: "snapshot",
 		run: func(ctx context.Context, b *Backend, a snapArgs) ([]byte, error) {
 			buf := make([]byte, a.N)
 			return buf, b.SnapRead(ctx, a.UID, a.Off, buf)
@@ -89,7 +89,7 @@ var (
 			}
 			return d, nil
 		}}
-	snapEndCall = &method[none, none]{name: "snap-end", repeat: true,
+	snapEndCall = &method[none, none]{name: "snap-end", repeat: true, scope: "snapshot", ends: true,
 		run: func(ctx context.Context, b *Backend, _ none) (none, error) { return none{}, b.SnapEnd(ctx) }}
 	brokenCall = &method[none, []stack.Broken]{name: "broken", repeat: true, atOnce: sessionCalls,
 		run:    func(ctx context.Context, b *Backend, _ none) ([]stack.Broken, error) { return b.Broken(ctx) },

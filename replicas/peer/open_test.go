@@ -34,7 +34,9 @@ func (g *greedy) collect(to map[uint64]error, enough func() bool) {
 // awaitReading waits until the server has read all frames, by a ping, whose answer has the id 0.
 func (g *greedy) awaitReading(to map[uint64]error) {
 	g.t.Helper()
-	g.say(header{kind: kindPing}, none{})
+	if err := writeControl(g.nc, header{kind: kindPing}, nil); err != nil {
+		g.t.Fatal(err)
+	}
 	g.collect(to, func() bool { _, is := to[0]; return is })
 	delete(to, 0)
 }

@@ -88,7 +88,7 @@ func (c *served) dropSession(x *session) {
 func (c *served) dropLocked(x *session) {
 	if c.sessions[x.id] == x {
 		delete(c.sessions, x.id)
-		x.endCalls()
+		x.endCallsLocked()
 		c.s.sessions.remove(c.node, 1)
 	}
 }

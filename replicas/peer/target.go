@@ -308,8 +308,12 @@ func (t *target) adoptSession(ctx context.Context, x *session, a adoption) error
 	}
 	other := <-ran
 	t.mu.Lock()
+	was := t.serving
 	t.serving = x
 	t.mu.Unlock()
+	if was != nil && was != x {
+		was.endCalls()
+	}
 	if other {
 		return t.rep.Drain(ctx)
 	}
