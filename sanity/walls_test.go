@@ -129,6 +129,13 @@ var walls = []wall{
 	{[]string{"replicas"}, []string{"api", "block"}, "rooms meet in the API objects and in block, never by import"},
 	{[]string{"backups"}, []string{"api", "block"}, "rooms meet in the API objects and in block, never by import"},
 	{[]string{"backups/target"}, []string{"api", "block"}, "a store keeps objects by name; it knows nothing of their content"},
+	{[]string{"backups/repo"}, []string{"api", "block", "backups/target"},
+		"a repository is blobs in a store; it knows neither volumes nor the API server"},
+	{[]string{"backups/repo/blob"}, []string{"api"}, "a blob is sealed bytes; it knows neither packs nor stores"},
+	{[]string{"backups/repo/keys", "backups/repo/pack"}, []string{"api", "backups/repo/blob"},
+		"key files and packs are bytes; they know no store"},
+	{[]string{"backups/repo/index"}, []string{"api", "backups/repo/blob", "backups/repo/pack"},
+		"the index is bytes and a local file; it knows no store"},
 	{[]string{"driver/cli", "driver/kubeapi"}, []string{"api", "block"}, "commands and the API server know objects only"},
 }
 
@@ -277,6 +284,9 @@ func TestWallsRefuse(t *testing.T) {
 		{"backups/target", "backups/repo", true},
 		{"backups/target/s3", "block", false},
 		{"backups/repo", "backups/target", false},
+		{"backups/repo/index", "backups/repo/pack", false},
+		{"backups/repo/index", "backups/target", true},
+		{"backups/repo/pack", "backups/repo/index", true},
 		{"driver", "replicas", false},
 		{"driver/cli", "replicas", true},
 	} {

@@ -1,0 +1,16 @@
+// Package index owns the knowledge of which blob lies where: the index files of a repository, as bytes, and the table
+// of all their entries in a local file.
+//
+// An index file is JSON; restic's design document ("Indexing") has the format, and the field packs_to_delete is that of
+// rustic. Scan reads such a file as a stream, FileBuilder makes one.
+//
+// A table is a sorted file of pages with checksums (see table.go). A lookup reads one page for the entry, and one for
+// the name of the pack; only eight bytes of each page are in memory: half a MiB for a repository of 10 TiB.
+// TableBuilder makes a table from entries in any order, and from an older table, with bounded memory.
+//
+// Invariants: a table is immutable, holds one entry per blob, and never returns an entry of a damaged page. The file
+// is a cache: after damage the caller deletes the file and builds a new one from the index files.
+//
+// The package starts no goroutine. A Table is safe for concurrent use; TableBuilder.mu is held while entries are sorted
+// and written to the local file.
+package index

@@ -1,0 +1,260 @@
+package index
+
+import (
+	"bytes"
+	"encoding/binary"
+	"hash/crc32"
+	"os"
+	"sort"
+	"sync"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/repo/pack"
+)
+
+// A table is a file of pages. Page 0 has the counts; then follow the sections: entries in the order of their ids, names
+// of packs, names of the index files that the table covers, and the first eight bytes of each page of entries. A page
+// has a header (CRC32C of the rest of the page, number of items, number of the page) and items of equal size.
+const (
+	pageSize   = 4096
+	headerSize = 16
+	tableMagic = "drover index 1\n\x00"
+
+	recordSize = 32 + 4*4
+	prefixSize = 8
+	idSize     = len(blob.ID{})
+)
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+var pagePool = sync.Pool{New: func() any { return new([pageSize]byte) }}
+
+// Location says where a blob lies.
+type Location struct {
+	Pack blob.ID
+	pack.Entry
+}
+
+// record is an entry of a table.
+type record struct {
+	id                          blob.ID
+	pack, offset, length, plain uint32 // treeBit of pack is set for trees
+}
+
+const treeBit = 1 << 31
+
+func (r *record) kind() blob.Kind { return blob.Kind(r.pack / treeBit) }
+
+func (r *record) compare(o *record) int {
+	if c := bytes.Compare(r.id[:], o.id[:]); c != 0 {
+		return c
+	}
+	return int(r.kind()) - int(o.kind())
+}
+
+func (r *record) encode(b []byte) {
+	copy(b, r.id[:])
+	for i, v := range [...]uint32{r.pack, r.offset, r.length, r.plain} {
+		binary.LittleEndian.PutUint32(b[idSize+4*i:], v)
+	}
+}
+
+func (r *record) decode(b []byte) {
+	r.id = blob.ID(b[:idSize])
+	r.pack, r.offset = binary.LittleEndian.Uint32(b[idSize:]), binary.LittleEndian.Uint32(b[idSize+4:])
+	r.length, r.plain = binary.LittleEndian.Uint32(b[idSize+8:]), binary.LittleEndian.Uint32(b[idSize+12:])
+}
+
+// section is a part of a table: items of equal size from a page on.
+type section struct{ first, count, size int64 }
+
+func (s section) perPage() int64 { return (pageSize - headerSize) / s.size }
+func (s section) pages() int64   { return (s.count + s.perPage() - 1) / s.perPage() }
+
+// layout computes the sections from their counts.
+func layout(records, packs, files int64) (l struct{ records, packs, files, prefixes section }) {
+	l.records = section{1, records, recordSize}
+	l.packs = section{l.records.first + l.records.pages(), packs, int64(idSize)}
+	l.files = section{l.packs.first + l.packs.pages(), files, int64(idSize)}
+	l.prefixes = section{l.files.first + l.files.pages(), l.records.pages(), prefixSize}
+	return l
+}
+
+// Table finds blobs.
+type Table struct {
+	file           *os.File
+	records, packs section
+	prefixes       []uint64 // of the first entry of each page
+	files          []blob.ID
+}
+
+// OpenTable opens the table of a repository. A missing file is an error of kind NotFound; a file that is damaged, or of
+// another repository, one of kind Corrupt.
+func OpenTable(path string, repository blob.ID) (*Table, error) {
+	f, err := os.Open(path)
+	if os.IsNotExist(err) {
+		return nil, api.Errorf(api.NotFound, "index table %s does not exist", path)
+	} else if err != nil {
+		return nil, err
+	}
+	t, err := readTable(f, repository)
+	if err != nil {
+		_ = f.Close()
+		return nil, api.Errorf(api.KindOf(err), "index table %s: %w", path, err)
+	}
+	return t, nil
+}
+
+func readTable(f *os.File, repository blob.ID) (*Table, error) {
+	t := &Table{file: f}
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	var page [pageSize]byte
+	if _, err := t.readPage(&page, 0); err != nil {
+		return nil, err
+	}
+	head := page[headerSize:]
+	counts := head[len(tableMagic)+idSize:]
+	if string(head[:len(tableMagic)]) != tableMagic || blob.ID(head[len(tableMagic):][:idSize]) != repository {
+		return nil, api.Errorf(api.Corrupt, "the file is no table of repository %s", repository)
+	}
+	most := uint64(info.Size())
+	records, packs, files := binary.LittleEndian.Uint64(counts), binary.LittleEndian.Uint64(counts[8:]),
+		binary.LittleEndian.Uint64(counts[16:])
+	if max(records, packs, files) > most {
+		return nil, api.Errorf(api.Corrupt, "the file has %d bytes for %d blobs", most, records)
+	}
+	l := layout(int64(records), int64(packs), int64(files))
+	if end := l.prefixes.first + l.prefixes.pages(); info.Size() != end*pageSize {
+		return nil, api.Errorf(api.Corrupt, "the file has %d bytes instead of %d", info.Size(), end*pageSize)
+	}
+	t.records, t.packs = l.records, l.packs
+	t.prefixes = make([]uint64, 0, l.prefixes.count)
+	if err := t.each(l.prefixes, func(item []byte) error {
+		t.prefixes = append(t.prefixes, binary.BigEndian.Uint64(item))
+		return nil
+	}); err != nil {
+		return nil, err
+	}
+	return t, t.each(l.files, func(item []byte) error {
+		t.files = append(t.files, blob.ID(item))
+		return nil
+	})
+}
+
+// Files are the index files whose blobs the table has.
+func (t *Table) Files() []blob.ID { return t.files }
+
+// Len is the number of blobs.
+func (t *Table) Len() int64 { return t.records.count }
+
+// Close closes the file.
+func (t *Table) Close() error { return t.file.Close() }
+
+// Has reports whether the table has a blob. An error of kind Corrupt says that the table is damaged.
+func (t *Table) Has(id blob.ID, kind blob.Kind) (bool, error) {
+	_, ok, err := t.search(id, kind)
+	return ok, err
+}
+
+// Find returns the location of a blob. Errors are those of Has.
+func (t *Table) Find(id blob.ID, kind blob.Kind) (Location, bool, error) {
+	r, ok, err := t.search(id, kind)
+	if err != nil || !ok {
+		return Location{}, false, err
+	}
+	l := Location{Entry: pack.Entry{ID: id, Kind: kind, Offset: r.offset, Length: r.length, Plain: r.plain}}
+	if err := l.Check(); err != nil {
+		return Location{}, false, err
+	}
+	l.Pack, err = t.packName(r.pack &^ treeBit)
+	return l, err == nil, err
+}
+
+func (t *Table) search(id blob.ID, kind blob.Kind) (r record, ok bool, err error) {
+	prefix := binary.BigEndian.Uint64(id[:])
+	// The page before the first one that begins at or behind the prefix may have the blob, and every page that begins
+	// with the prefix: almost always a single page.
+	first := sort.Search(len(t.prefixes), func(i int) bool { return t.prefixes[i] >= prefix })
+	page := pagePool.Get().(*[pageSize]byte)
+	defer pagePool.Put(page)
+	for i := max(first-1, 0); i < len(t.prefixes) && t.prefixes[i] <= prefix; i++ {
+		items, err := t.readPage(page, t.records.first+int64(i))
+		if err != nil {
+			return r, false, err
+		}
+		if r, ok := searchPage(items, id, kind); ok {
+			return r, true, nil
+		}
+	}
+	return r, false, nil
+}
+
+// searchPage finds a blob among the items of a page.
+func searchPage(items []byte, id blob.ID, kind blob.Kind) (r record, ok bool) {
+	n := len(items) / recordSize
+	at := sort.Search(n, func(i int) bool { return bytes.Compare(items[i*recordSize:][:idSize], id[:]) >= 0 })
+	for ; at < n; at++ {
+		if r.decode(items[at*recordSize:]); r.id != id {
+			return r, false
+		}
+		if r.kind() == kind {
+			return r, true
+		}
+	}
+	return r, false
+}
+
+func (t *Table) packName(number uint32) (id blob.ID, err error) {
+	page := pagePool.Get().(*[pageSize]byte)
+	defer pagePool.Put(page)
+	items, err := t.readPage(page, t.packs.first+int64(number)/t.packs.perPage())
+	if err != nil {
+		return id, err
+	}
+	at := int(int64(number)%t.packs.perPage()) * idSize
+	if int64(number) >= t.packs.count || at+idSize > len(items) {
+		return id, api.Errorf(api.Corrupt, "index table: pack %d of %d does not exist", number, t.packs.count)
+	}
+	return blob.ID(items[at : at+idSize]), nil
+}
+
+// readPage reads a page and checks it. The result has the items, and room behind them.
+func (t *Table) readPage(page *[pageSize]byte, number int64) (items []byte, err error) {
+	if _, err := t.file.ReadAt(page[:], number*pageSize); err != nil {
+		return nil, api.Errorf(api.Corrupt, "index table: page %d cannot be read: %w", number, err)
+	}
+	if crc32.Checksum(page[4:], castagnoli) != binary.LittleEndian.Uint32(page[:]) ||
+		binary.LittleEndian.Uint64(page[8:]) != uint64(number) {
+		return nil, api.Errorf(api.Corrupt, "index table: page %d is damaged", number)
+	}
+	n := binary.LittleEndian.Uint32(page[4:])
+	return page[headerSize : headerSize+min(n, pageSize-headerSize)], nil
+}
+
+// each calls item with all items of a section.
+func (t *Table) each(s section, item func([]byte) error) error {
+	var page [pageSize]byte
+	left := s.count
+	for i := range s.pages() {
+		items, err := t.readPage(&page, s.first+i)
+		if err != nil {
+			return err
+		}
+		n := min(left, s.perPage())
+		if int64(len(items)) != n*s.size {
+			return api.Errorf(api.Corrupt, "index table: page %d has %d bytes of items instead of %d", s.first+i, len(items),
+				n*s.size)
+		}
+		for j := range n {
+			if err := item(items[j*s.size : (j+1)*s.size]); err != nil {
+				return err
+			}
+		}
+		left -= n
+	}
+	return nil
+}
