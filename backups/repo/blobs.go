@@ -1,0 +1,301 @@
+package repo
+
+import (
+	"context"
+	"errors"
+	"io"
+	"path/filepath"
+	"sync"
+
+	"golang.org/x/sync/errgroup"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/repo/index"
+	"drover.io/drover/backups/repo/pack"
+)
+
+const (
+	indexReaders = 4       // index files that LoadIndex reads at once
+	addedLimit   = 1 << 17 // blobs in memory, 15 MiB, before they are merged into the table
+	tableName    = "index"
+)
+
+// Blobs knows which blob of the repository lies where: by the index files that LoadIndex read, and by the packs that
+// the session's Writer added. Methods are safe for concurrent use.
+type Blobs struct {
+	r     *Repository
+	limit int // addedLimit, smaller in tests
+
+	building sync.Mutex // one table is built at a time
+
+	mu    sync.RWMutex
+	table *index.Table
+	added []*addedBlobs // the last one grows, those before are being merged into the table
+}
+
+type blobHandle struct {
+	id   blob.ID
+	kind blob.Kind
+}
+
+// addedBlobs are blobs of packs that the session wrote.
+type addedBlobs struct {
+	packs []index.Pack
+	at    map[blobHandle]struct{ pack, entry uint32 }
+}
+
+func newAddedBlobs() *addedBlobs {
+	return &addedBlobs{at: map[blobHandle]struct{ pack, entry uint32 }{}}
+}
+
+// LoadIndex reads all index files that the local table does not cover yet. A damaged index file is an error of kind
+// Corrupt that names the file. The caller closes Blobs.
+func (r *Repository) LoadIndex(ctx context.Context) (*Blobs, error) {
+	t, err := r.loadTable(ctx, true)
+	if err != nil {
+		return nil, err
+	}
+	return &Blobs{r: r, limit: addedLimit, table: t, added: []*addedBlobs{newAddedBlobs()}}, nil
+}
+
+// loadTable returns a table of all index files. With cached, the table of an earlier session is the base.
+func (r *Repository) loadTable(ctx context.Context, cached bool) (*index.Table, error) {
+	folder := filepath.Join(r.options.Cache, r.ID())
+	for range listAttempts {
+		files, err := listFolder(ctx, r.store, indexFolder)
+		if err != nil {
+			return nil, err
+		}
+		var base *index.Table
+		if cached {
+			base, _ = index.OpenTable(filepath.Join(folder, tableName), r.tableOwner()) // without one, all files are read
+		}
+		t, err := r.updateTable(ctx, folder, base, files)
+		switch {
+		case errors.Is(err, errTableDamaged):
+			cached = false
+		case !api.Is(err, api.NotFound): // an index file vanishes when a sweep has replaced the file
+			return t, err
+		}
+	}
+	return nil, api.Errorf(api.Busy, "repository %.8s: the index files change all the time; try again", r.ID())
+}
+
+// tableOwner ties a table to the repository.
+func (r *Repository) tableOwner() blob.ID { return blob.Sum([]byte(r.ID())) }
+
+var errTableDamaged = errors.New("the local index table is damaged")
+
+// updateTable returns base if base covers just files, or a new table.
+func (r *Repository) updateTable(ctx context.Context, folder string, base *index.Table, files []namedFile) (
+	*index.Table, error) {
+	left := map[blob.ID]namedFile{}
+	for _, f := range files {
+		left[f.id] = f
+	}
+	base = r.withoutKnown(base, left)
+	if base != nil && len(left) == 0 {
+		return base, nil
+	}
+	t, err := r.buildTable(ctx, folder, base, left)
+	if base != nil {
+		err = errors.Join(err, base.Close())
+	}
+	return t, err
+}
+
+// withoutKnown removes the files that base covers from left. A table that covers a file which no longer exists is of no
+// use: the sweep that removed the file may have removed blobs.
+func (r *Repository) withoutKnown(base *index.Table, left map[blob.ID]namedFile) *index.Table {
+	if base == nil {
+		return nil
+	}
+	for _, id := range base.Files() {
+		if _, ok := left[id]; !ok {
+			_ = base.Close()
+			return nil
+		}
+	}
+	for _, id := range base.Files() {
+		delete(left, id)
+	}
+	return base
+}
+
+func (r *Repository) buildTable(ctx context.Context, folder string, base *index.Table, files map[blob.ID]namedFile) (
+	t *index.Table, err error) {
+	b, err := index.NewTableBuilder(folder, r.tableOwner(), base)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, b.Close()) }()
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(indexReaders)
+	for _, f := range files {
+		group.Go(func() error {
+			err := r.loadFile(ctx, f, indexLimit, indexPlain, func(plain io.Reader) error { return index.Scan(plain, b.Add) })
+			if err != nil {
+				return api.Errorf(api.KindOf(err), "repository %.8s: index file %.8s: %w; `restic rebuild-index` makes a new index",
+					r.ID(), f.id, err)
+			}
+			b.AddFile(f.id)
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return nil, err
+	}
+	t, err = b.Finish(tableName)
+	if api.Is(err, api.Corrupt) {
+		err = errors.Join(errTableDamaged, err)
+	}
+	return t, err
+}
+
+// Has reports whether the repository has a blob, or the session's Writer wrote the blob. Before the Writer's next Flush
+// the blob may not be durable.
+func (b *Blobs) Has(ctx context.Context, id blob.ID, kind blob.Kind) (bool, error) {
+	_, ok, err := b.find(ctx, id, kind, false)
+	return ok, err
+}
+
+// Find returns where a blob lies.
+func (b *Blobs) Find(ctx context.Context, id blob.ID, kind blob.Kind) (index.Location, bool, error) {
+	return b.find(ctx, id, kind, true)
+}
+
+// find looks a blob up; only with place the location is complete. A damaged table is built again from the index files.
+func (b *Blobs) find(ctx context.Context, id blob.ID, kind blob.Kind, place bool) (
+	l index.Location, ok bool, err error) {
+	for range 2 {
+		var t *index.Table
+		if l, ok, t, err = b.lookUp(id, kind, place); !api.Is(err, api.Corrupt) {
+			break
+		}
+		if err := b.replaceDamaged(ctx, t); err != nil {
+			return l, false, err
+		}
+	}
+	return l, ok, err
+}
+
+func (b *Blobs) lookUp(id blob.ID, kind blob.Kind, place bool) (l index.Location, ok bool, t *index.Table, err error) {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	for _, a := range b.added {
+		if at, ok := a.at[blobHandle{id, kind}]; ok {
+			p := a.packs[at.pack]
+			return index.Location{Pack: p.ID, Entry: p.Entries[at.entry]}, true, b.table, nil
+		}
+	}
+	if b.table == nil {
+		return l, false, nil, api.Errorf(api.Unavailable, "repository %.8s: the index is closed", b.r.ID())
+	}
+	if place {
+		l, ok, err = b.table.Find(id, kind)
+	} else {
+		ok, err = b.table.Has(id, kind)
+	}
+	return l, ok, b.table, err
+}
+
+// replaceDamaged builds a new table, unless another caller did.
+func (b *Blobs) replaceDamaged(ctx context.Context, damaged *index.Table) error {
+	b.building.Lock()
+	defer b.building.Unlock()
+	b.mu.RLock()
+	current := b.table
+	b.mu.RUnlock()
+	if current != damaged {
+		return nil
+	}
+	t, err := b.r.loadTable(ctx, false)
+	if err != nil {
+		return err
+	}
+	return b.swapTable(t, 0)
+}
+
+// swapTable replaces the table, and forgets the first n of the added blobs, which the new table has.
+func (b *Blobs) swapTable(t *index.Table, n int) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.table == nil {
+		return t.Close()
+	}
+	old := b.table
+	b.table, b.added = t, b.added[n:]
+	return old.Close()
+}
+
+// addPack makes the blobs of a durable pack known. From time to time addPack merges the known blobs into the table, to
+// bound the memory.
+func (b *Blobs) addPack(ctx context.Context, id blob.ID, entries []pack.Entry) error {
+	b.mu.Lock()
+	a := b.added[len(b.added)-1]
+	for i, e := range entries {
+		a.at[blobHandle{e.ID, e.Kind}] = struct{ pack, entry uint32 }{uint32(len(a.packs)), uint32(i)}
+	}
+	a.packs = append(a.packs, index.Pack{ID: id, Entries: entries})
+	full := len(a.at) >= b.limit
+	if full {
+		b.added = append(b.added, newAddedBlobs())
+	}
+	b.mu.Unlock()
+	if !full {
+		return nil
+	}
+	err := b.mergeAdded()
+	if api.Is(err, api.Corrupt) {
+		b.mu.RLock()
+		damaged := b.table
+		b.mu.RUnlock()
+		err = b.replaceDamaged(ctx, damaged)
+	}
+	return err
+}
+
+// mergeAdded builds a table of the table and all added blobs but the last ones, which may still grow.
+func (b *Blobs) mergeAdded() (err error) {
+	b.building.Lock()
+	defer b.building.Unlock()
+	b.mu.RLock()
+	base, added := b.table, b.added[:len(b.added)-1]
+	b.mu.RUnlock()
+	if base == nil || len(added) == 0 {
+		return nil
+	}
+	builder, err := index.NewTableBuilder(filepath.Join(b.r.options.Cache, b.r.ID()), b.r.tableOwner(), base)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, builder.Close()) }()
+	for _, a := range added {
+		for _, p := range a.packs {
+			if err := builder.Add(p); err != nil {
+				return err
+			}
+		}
+	}
+	// Without a name: other sessions read these blobs from the index files, which may not be durable yet.
+	t, err := builder.Finish("")
+	if err != nil {
+		return err
+	}
+	return b.swapTable(t, len(added))
+}
+
+// Close closes the table.
+func (b *Blobs) Close() error {
+	b.building.Lock()
+	defer b.building.Unlock()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	t := b.table
+	b.table = nil
+	if t == nil {
+		return nil
+	}
+	return t.Close()
+}

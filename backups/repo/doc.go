@@ -1,0 +1,28 @@
+// Package repo owns a repository: the config, the key, the locks, the index and the blobs of backups in a store. The
+// format is version 2 of restic's, by restic's design document (doc/design.rst), so that restic checks and restores the
+// backups without Drover.
+//
+//	config                 version, id and chunker polynomial, sealed
+//	keys/<sha256>          the key, sealed with a password (package keys)
+//	data/xx/<sha256>       packs (package pack)
+//	index/<sha256>         which blob lies where (package index)
+//	locks/<sha256>         a session that uses the repository
+//
+// Invariants:
+//
+//   - No object is overwritten: the name is the SHA-256 of the bytes, and a reader compares. Only config has a fixed
+//     name.
+//   - All objects of a store are hostile: sizes are bounded before a read, lengths before an allocation.
+//   - A pack is durable before an index file names the pack. Flush returns nil only after both. After a kill, packs
+//     without an index file are garbage, which restic tolerates.
+//   - A Writer stops with the first error. No later call succeeds.
+//   - A session takes its Lock before LoadIndex: nobody deletes a pack that the index names while the lock is held. The
+//     age of a lock is judged by the store's clock alone.
+//   - No error has a password.
+//
+// Goroutines: a Lock has one, which refreshes the lock; a Writer has the uploaders and one for index files; Close waits
+// for them. LoadIndex waits for its own.
+//
+// Lock order: Writer.indexing, Writer.mu; Blobs.building, Blobs.mu. No method of Blobs is called with Writer.mu held. A
+// call of the store runs with Writer.indexing or Blobs.building at most.
+package repo

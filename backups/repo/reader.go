@@ -1,0 +1,76 @@
+package repo
+
+import (
+	"context"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/repo/index"
+)
+
+// DamagedError says that the store lost or changed a blob. The error is of kind Corrupt.
+type DamagedError struct {
+	Blob, Pack blob.ID
+	Kind       blob.Kind
+	err        error
+}
+
+func (e *DamagedError) Error() string {
+	return e.Kind.String() + " blob " + e.Blob.String() + ": damaged in pack " + e.Pack.String() + ": " + e.err.Error()
+}
+
+func (e *DamagedError) Unwrap() error { return e.err }
+
+// packName is the name of a pack's object.
+func packName(id blob.ID) string {
+	name := id.String()
+	return dataFolder + name[:2] + "/" + name
+}
+
+// Read reads a blob with one request, and compares the bytes with the id. The result may use the memory of into. A blob
+// that the index does not have is an error of kind NotFound, a damaged blob a *DamagedError.
+func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byte) ([]byte, error) {
+	l, ok, err := b.Find(ctx, id, kind)
+	if err != nil {
+		return nil, err
+	}
+	if !ok {
+		return nil, api.Errorf(api.NotFound, "%v blob %s: not in repository %.8s", kind, id, b.r.ID())
+	}
+	sealed, err := readRange(ctx, b.r.store, packName(l.Pack), int64(l.Offset), int64(l.Length))
+	var plain []byte
+	if err == nil {
+		plain, err = b.r.openBlob(l, sealed, into)
+	}
+	switch {
+	case api.Is(err, api.NotFound):
+		err = api.Errorf(api.Corrupt, "the pack is missing: %w", err)
+	case err != nil && !api.Is(err, api.Corrupt):
+		return nil, api.Errorf(api.KindOf(err), "%v blob %s: pack %.8s: %w", kind, id, l.Pack, err)
+	}
+	if err != nil {
+		return nil, &DamagedError{id, l.Pack, kind, err}
+	}
+	return plain, nil
+}
+
+// openBlob decrypts in place, decompresses into the memory of into, and compares with the id.
+func (r *Repository) openBlob(l index.Location, sealed, into []byte) ([]byte, error) {
+	plain, err := r.key.Open(sealed)
+	if err != nil {
+		return nil, err
+	}
+	if n := int(l.Plain); n > 0 {
+		if cap(into) < n {
+			into = make([]byte, n)
+		}
+		plain, err = blobDecoder().DecodeAll(plain, into[:0:n])
+		if err != nil || len(plain) != n {
+			return nil, api.Errorf(api.Corrupt, "%d bytes instead of %d after decompression (%v)", len(plain), n, err)
+		}
+	}
+	if blob.Sum(plain) != l.ID {
+		return nil, api.Errorf(api.Corrupt, "the bytes do not match the id")
+	}
+	return plain, nil
+}
