@@ -136,24 +136,20 @@ func (c *served) carryOut(ctx context.Context, h *header, b []byte) ([]byte, err
 		if err := c.s.sessions.check(c.node); err != nil {
 			return nil, err
 		}
-		t, err := c.s.openTarget(ctx, q.Replica, q.Volume)
-		if err != nil {
-			return nil, err
-		}
-		x = &session{id: h.session, c: c, t: t, account: account{of: &c.account}, scopes: map[string]*scope{},
+		x = &session{id: h.session, c: c, account: account{of: &c.account}, scopes: map[string]*scope{},
 			reading: map[string]chan struct{}{}}
 		for name, m := range methods {
 			if n := m.mostAtOnce(); n > 0 {
 				x.reading[name] = make(chan struct{}, n)
 			}
 		}
-		if err := t.addSession(x); err != nil {
+		if err := c.s.openTarget(ctx, x, q.Replica, q.Volume); err != nil {
 			return nil, err
 		}
 		if err := c.addSession(ctx, x); err != nil {
 			return nil, err
 		}
-		return json.Marshal(t.rep.Info())
+		return json.Marshal(x.t.rep.Info())
 	}
 	switch {
 	case x == nil && h.kind == kindClose: // errSession would break the connection, and all other sessions with it

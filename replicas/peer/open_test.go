@@ -126,7 +126,7 @@ func TestGivenUpOpenOpensNothing(t *testing.T) {
 	})
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := f.s.openTarget(ctx, f.uid, f.volume); !api.Is(err, api.Unavailable) {
+	if err := f.s.openTarget(ctx, &session{}, f.uid, f.volume); !api.Is(err, api.Unavailable) {
 		t.Errorf("the open: %v", err)
 	}
 }

@@ -173,9 +173,6 @@ func (s *Server) Close() {
 	targets := slices.Collect(maps.Values(s.targets))
 	s.mu.Unlock()
 	for _, t := range targets {
-		t.mu.Lock()
-		t.stopTimer()
-		t.mu.Unlock()
 		if err := t.closeReplica(); err != nil {
 			s.o.Log.Warn("a served replica cannot be closed", "replica", t.uid, "err", err)
 		}
@@ -213,7 +210,7 @@ func (s *Server) ReleaseFrom(replica, node string) bool {
 	}
 	s.wg.Add(1) // with the lock: Close waits afterwards
 	s.mu.Unlock()
-	if x := t.servingNow(); x == nil || x.c.node != node || !t.endSessions() {
+	if x := t.servingNow(); x == nil || x.c.node != node || !t.endSessions(false) {
 		s.wg.Done()
 		return false
 	}

@@ -61,23 +61,18 @@ type incoming struct {
 	err  error
 }
 
-// openTarget finds or opens a replica. One open of a replica runs at a time; an open whose context ends leaves the queue.
-func (s *Server) openTarget(ctx context.Context, replica, volume string) (*target, error) {
+// openTarget adds a session to an open replica, or opens the replica for the session. One open of a replica runs at a
+// time; an open whose context ends leaves the queue.
+func (s *Server) openTarget(ctx context.Context, x *session, replica, volume string) error {
 	end, err := s.beginOpen(ctx, replica)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer end()
-	t, err := s.findTarget(ctx, replica)
-	switch {
-	case err != nil:
-		return nil, err
-	case t == nil:
-		return s.openReplica(ctx, replica, volume)
-	case t.volume != volume:
-		return nil, api.Errorf(api.Invalid, "the replica is not one of that volume")
+	if found, err := s.findTarget(ctx, x, replica, volume); found || err != nil {
+		return err
 	}
-	return t, nil
+	return s.openReplica(ctx, x, replica, volume)
 }
 
 // beginOpen waits for the other opens of a replica. An open waits for a hanging disk: without the queue, all opens that
@@ -106,61 +101,61 @@ func (s *Server) beginOpen(ctx context.Context, replica string) (end func(), err
 	}
 }
 
-// findTarget returns the open replica; nil: the replica is not open. findTarget waits while the replica closes.
-func (s *Server) findTarget(ctx context.Context, replica string) (*target, error) {
+// findTarget adds a session to an open replica, and reports whether the replica is open. findTarget waits while the
+// replica closes.
+func (s *Server) findTarget(ctx context.Context, x *session, replica, volume string) (found bool, err error) {
 	for {
 		s.mu.Lock()
 		t := s.targets[replica]
 		s.mu.Unlock()
-		if t == nil {
-			return nil, nil
-		}
-		t.mu.Lock()
-		shutting := t.shutting
-		t.mu.Unlock()
-		if !shutting {
-			return t, nil
+		switch {
+		case t == nil:
+			return false, nil
+		case t.volume != volume:
+			return true, api.Errorf(api.Invalid, "the replica is not one of that volume")
+		case t.addSession(x):
+			return true, nil
 		}
 		select {
 		case <-t.gone:
 		case <-ctx.Done():
-			return nil, api.Errorf(api.Busy, "the replica's last session is ending: %w", ctx.Err())
+			return true, api.Errorf(api.Busy, "the replica's last session is ending: %w", ctx.Err())
 		}
 	}
 }
 
-// openReplica opens a replica. The caller has the replica's turn.
-func (s *Server) openReplica(ctx context.Context, replica, volume string) (*target, error) {
+// openReplica opens a replica for a session. The caller has the replica's turn.
+func (s *Server) openReplica(ctx context.Context, x *session, replica, volume string) error {
 	if err := ctx.Err(); err != nil {
-		return nil, api.Errorf(api.Unavailable, "the engine has given the open up: %w", err)
+		return api.Errorf(api.Unavailable, "the engine has given the open up: %w", err)
 	}
 	rep, loop, err := s.o.Open(ctx, replica, volume)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	t := &target{s: s, uid: replica, volume: volume, rep: rep, loop: loop, sessions: map[*session]bool{},
+	x.t = &target{s: s, uid: replica, volume: volume, rep: rep, loop: loop, sessions: map[*session]bool{x: true},
 		gone: make(chan struct{})}
-	t.takes = t.submitInbox
+	x.t.takes = x.t.submitInbox
 	s.mu.Lock()
 	if s.closed {
 		s.mu.Unlock()
-		return nil, errors.Join(errClosed, rep.Close())
+		return errors.Join(errClosed, rep.Close())
 	}
-	s.targets[replica] = t
+	s.targets[replica] = x.t
 	s.mu.Unlock()
-	return t, nil
+	return nil
 }
 
-// addSession adds a session.
-func (t *target) addSession(x *session) error {
+// addSession adds a session, unless the replica closes.
+func (t *target) addSession(x *session) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.shutting {
-		return api.Errorf(api.Busy, "the replica's last session is ending")
+		return false
 	}
 	t.stopTimer()
-	t.sessions[x] = true
-	return nil
+	x.t, t.sessions[x] = t, true
+	return true
 }
 
 func (t *target) stopTimer() {
@@ -181,21 +176,23 @@ func (t *target) removeSession(x *session) {
 	t.s.wg.Add(1)
 	t.linger = time.AfterFunc(t.s.o.Linger, func() {
 		defer t.s.wg.Done()
-		t.mu.Lock()
-		idle := len(t.sessions) == 0
-		t.linger = nil
-		t.mu.Unlock()
-		if idle {
-			if err := t.closeReplica(); err != nil {
-				t.s.o.Log.Warn("a replica that no engine came back for", "replica", t.uid, "err", err)
-			}
-		}
+		t.closeIdle()
 	})
+}
+
+// closeIdle closes a replica without sessions. A session that begins just before keeps the replica open.
+func (t *target) closeIdle() {
+	if !t.endSessions(true) {
+		return
+	}
+	if err := t.endReplica(); err != nil {
+		t.s.o.Log.Warn("a replica that no engine came back for", "replica", t.uid, "err", err)
+	}
 }
 
 // closeReplica ends the sessions and closes the replica.
 func (t *target) closeReplica() error {
-	if !t.endSessions() {
+	if !t.endSessions(false) {
 		<-t.gone
 		return t.err
 	}
@@ -203,13 +200,14 @@ func (t *target) closeReplica() error {
 }
 
 // endSessions ends all sessions, and waits for no disk. The caller then calls endReplica. False: the sessions have ended
-// already.
-func (t *target) endSessions() bool {
+// already or, with idleAlone, the replica has sessions.
+func (t *target) endSessions(idleAlone bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.shutting {
+	if t.shutting || idleAlone && len(t.sessions) > 0 {
 		return false
 	}
+	t.stopTimer()
 	t.shutting = true
 	for x := range t.sessions {
 		if x.refusal() == nil {
