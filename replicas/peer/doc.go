@@ -21,15 +21,20 @@
 //   - A Server takes requests of the last adopted session alone. The Server compares the session on the loop's thread,
 //     right before the request reaches the replica, so no request of an older session reaches the replica after the
 //     answer to ADOPT.
+//   - The goroutines of control frames run in any order. A frame that gives earlier frames up (beginControl) ends their
+//     contexts in the order of the connection; their work then leaves no prepared cut and opens no snapshot.
 //   - The end of one session, also of an unknown or failed one, breaks no connection: other sessions live there.
+//   - One open of a replica runs at a time in a Server. A target decides under its lock whether it is idle, and adds
+//     sessions under the same lock.
 //   - Each side validates the arguments and the answers of calls (method) before use. A call that panics ends its
 //     session, and no other session.
 //   - All data in progress on a connection is bounded: by credit at the sender, by buffers at the receiver.
 //
 // Goroutines: a connection has two at each end, a Member one while it has no connection, a Dialer one for the clock of
-// its connections; a Server has one for each control frame. Close of the owner waits for each. Submit and the answers
-// run on the loop's thread.
+// its connections; a Server has one for each control frame, one for each replica that ReleaseFrom or a panic closes, and
+// one for each idle replica when its time ends. Close of the owner waits for each. Submit and the answers run on the
+// loop's thread.
 //
-// Lock order at the engine's end: Member, Dialer, lanes, conn. At the replica's end: the adopting and changing locks of
-// a target, then target, Server, served, buffers.
+// Lock order at the engine's end: Member, Dialer, lanes, conn. At the replica's end: the turn of an open (Server.opens),
+// the adopting and changing locks of a target, then target, Server, served, buffers.
 package peer

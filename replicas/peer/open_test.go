@@ -2,6 +2,7 @@ package peer
 
 import (
 	"context"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -39,6 +40,13 @@ func (g *greedy) awaitReading(to map[uint64]error) {
 	}
 	g.collect(to, func() bool { _, is := to[0]; return is })
 	delete(to, 0)
+}
+
+// isOpening reports whether an open of a replica is in progress.
+func (s *Server) isOpening(replica string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.opens[replica] != nil
 }
 
 // TestOpensOfAReplicaWaitForEachOther: two engines open a replica at the same time, and a third engine gives its open
@@ -97,6 +105,9 @@ func TestOpensThatAreGivenUpLeaveTheQueue(t *testing.T) {
 	d.awaitHang("close")
 	for i := range uint64(given) {
 		g.say(header{kind: kindOpen, session: uint32(10 + i), id: 10 + i}, openRequest{f.uid, f.volume})
+		for !f.s.isOpening(f.uid) { // the first open has the turn
+			runtime.Gosched()
+		}
 	}
 	for i := range uint64(given) {
 		g.say(header{kind: kindClose, session: uint32(10 + i), id: 20 + i}, none{})
