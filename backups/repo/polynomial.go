@@ -36,13 +36,12 @@ func (f polynomial) isIrreducible() bool {
 	const x = polynomial(2)
 	power := x // x^(2^i) modulo f
 	for range polynomialDegree {
-		power = power.multiply(power, f)
+		power = multiplyModulo(power, power, f)
 	}
 	return power == x
 }
 
-// multiply multiplies modulo f.
-func (a polynomial) multiply(b, f polynomial) (product polynomial) {
+func multiplyModulo(a, b, f polynomial) (product polynomial) {
 	for ; b != 0; b >>= 1 {
 		if b&1 != 0 {
 			product ^= a

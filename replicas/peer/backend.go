@@ -167,7 +167,8 @@ func (b *Backend) Call(ctx context.Context, name string, args []byte) ([]byte, e
 	return m.serve(ctx, b, args)
 }
 
-// PrepareCut prepares a cut, unless ctx has ended: the engine then gave the cut up. An earlier prepared cut is given up.
+// PrepareCut prepares a cut, unless ctx has ended: the engine then gave the cut up. PrepareCut aborts an earlier
+// prepared cut.
 func (b *Backend) PrepareCut(ctx context.Context, s stack.Snapshot) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

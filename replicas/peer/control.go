@@ -11,7 +11,7 @@ import (
 // Control frames: open, adopt, close, and the calls.
 
 // beginControl returns the context of a control frame, and ends the contexts of earlier frames that the frame gives up.
-// The goroutines of the frames run in any order, so the reading goroutine calls beginControl in the order of the frames.
+// The goroutines of the frames run in any order, so the reading goroutine calls beginControl in the frames' order.
 func (c *served) beginControl(h *header, b []byte) context.Context {
 	c.mu.Lock()
 	defer c.mu.Unlock()

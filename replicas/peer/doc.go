@@ -31,9 +31,9 @@
 //   - All data in progress on a connection is bounded: by credit at the sender, by buffers at the receiver.
 //
 // Goroutines: a connection has two at each end, a Member one while it has no connection, a Dialer one for the clock of
-// its connections; a Server has one for each control frame, one for each replica that ReleaseFrom or a panic closes, and
-// one for each idle replica when its time ends. Close of the owner waits for each. Submit and the answers run on the
-// loop's thread.
+// its connections; a Server has one for each control frame, one for each replica that ReleaseFrom or a panic closes,
+// and one for each idle replica when its time ends. Close of the owner waits for each. Submit and the answers run on
+// the loop's thread.
 //
 // Lock order at the engine's end: Member, Dialer, lanes, conn. At the replica's end: the turn of an open (Server.opens),
 // the adopting and changing locks of a target, then target, Server, served, buffers.

@@ -118,7 +118,7 @@ func decodeJSON[T any](b []byte) (T, error) {
 	return t, nil
 }
 
-// maxValues bounds the values in JSON with lists of objects: a list of empty objects takes 100 times its bytes in memory.
+// maxValues bounds the values in JSON with lists of objects: in memory, a list of empty objects has 100 times its bytes.
 const maxValues = 256 << 10
 
 // decodeList is decodeJSON for lists of objects.

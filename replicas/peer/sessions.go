@@ -103,8 +103,8 @@ func (s *sessionCount) remove(node string, n int) {
 	}
 }
 
-// addSession adds an opened session, unless the context of the open has ended, and removes the oldest sessions of the connection with the same replica: an engine
-// sends no notice of abandoned sessions.
+// addSession adds an opened session, unless the context of the open has ended, and removes the oldest sessions of the
+// connection with the same replica: an engine sends no notice of abandoned sessions.
 func (c *served) addSession(ctx context.Context, x *session) error {
 	serving := x.t.servingNow()
 	c.mu.Lock()

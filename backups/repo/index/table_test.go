@@ -246,7 +246,6 @@ func BenchmarkTable(b *testing.B) {
 			must(b, err)
 			must(b, builder.Close())
 			built := time.Since(start)
-			builder = nil
 			runtime.GC()
 			runtime.ReadMemStats(&after)
 			i := 0
