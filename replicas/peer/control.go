@@ -48,14 +48,17 @@ func (c *served) endOpening(session uint32) {
 // scope is the context of the calls of a session for one piece of work, until a later call gives the work up.
 type scope struct {
 	ctx    context.Context
-	cancel context.CancelFunc
+	cancel context.CancelCauseFunc
 }
+
+// errScopeEnded is the cause of the end of a call's context by a later call of the session.
+var errScopeEnded = api.Errorf(api.Unavailable, "a later call of the engine has given the call up")
 
 // beginCall returns the context of a call. The caller has the connection's lock.
 func (x *session) beginCall(m servedMethod) context.Context {
 	of, ends := m.scopeName()
 	if was := x.scopes[of]; ends && was != nil {
-		was.cancel()
+		was.cancel(errScopeEnded)
 		delete(x.scopes, of)
 	}
 	if of == "" {
@@ -63,7 +66,7 @@ func (x *session) beginCall(m servedMethod) context.Context {
 	}
 	if x.scopes[of] == nil {
 		s := &scope{}
-		s.ctx, s.cancel = context.WithCancel(x.c.ctx)
+		s.ctx, s.cancel = context.WithCancelCause(x.c.ctx)
 		x.scopes[of] = s
 	}
 	return x.scopes[of].ctx
@@ -79,7 +82,7 @@ func (x *session) endCalls() {
 // endCallsLocked is endCalls for a caller with the connection's lock.
 func (x *session) endCallsLocked() {
 	for _, s := range x.scopes {
-		s.cancel()
+		s.cancel(nil)
 	}
 	clear(x.scopes)
 }
@@ -177,7 +180,7 @@ func (c *served) carryOut(ctx context.Context, h *header, b []byte) ([]byte, err
 	}
 	name, args, _ := bytes.Cut(b, []byte("\n"))
 	if places := x.reading[string(name)]; places != nil {
-		if err := x.beginRead(ctx, places); err != nil {
+		if err := x.beginRead(places); err != nil {
 			return nil, err
 		}
 		defer func() { <-places }()
@@ -197,12 +200,12 @@ func (c *served) carryOut(ctx context.Context, h *header, b []byte) ([]byte, err
 
 // beginRead waits until a call may read content: few calls of a kind do at once in a session, and none while answers
 // wait for the client.
-func (x *session) beginRead(ctx context.Context, places chan struct{}) error {
+func (x *session) beginRead(places chan struct{}) error {
 	c := x.c
 	select {
 	case places <- struct{}{}:
-	case <-ctx.Done():
-		return api.Errorf(api.Unavailable, "the engine has given the call up: %w", ctx.Err())
+	case <-c.ctx.Done():
+		return errClosed
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

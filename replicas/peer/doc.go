@@ -22,7 +22,7 @@
 //     right before the request reaches the replica, so no request of an older session reaches the replica after the
 //     answer to ADOPT.
 //   - The goroutines of control frames run in any order. A frame that gives earlier frames up (beginControl) ends their
-//     contexts in the order of the connection; their work then leaves no prepared cut and opens no snapshot.
+//     contexts in the order of the connection; their work then leaves no prepared cut and no open snapshot.
 //   - The end of one session, also of an unknown or failed one, breaks no connection: other sessions live there.
 //   - One open of a replica runs at a time in a Server. A target decides under its lock whether it is idle, and adds
 //     sessions under the same lock.

@@ -47,18 +47,37 @@ func (s *seen) closeSnapshot() error {
 
 // withSnapshot calls fn with the content of a snapshot.
 func (b *Backend) withSnapshot(ctx context.Context, uid string, fn func(block.Source) error) error {
-	v := &b.seen
 	for {
-		v.mu.RLock()
-		if v.src != nil && v.uid == uid {
-			defer v.mu.RUnlock()
-			return fn(v.src)
+		if done, err := b.readSnapshot(ctx, uid, fn); done {
+			return err
 		}
-		v.mu.RUnlock()
 		if err := b.openSnapshot(ctx, uid); err != nil {
 			return err
 		}
 	}
+}
+
+// readSnapshot calls fn with the content of the open snapshot, and reports whether the call is done. A call that the end
+// of the snapshot passed opens the snapshot for itself alone: other work of the engine may have ended the snapshot.
+func (b *Backend) readSnapshot(ctx context.Context, uid string, fn func(block.Source) error) (done bool, err error) {
+	v := &b.seen
+	v.mu.RLock()
+	defer v.mu.RUnlock()
+	switch end := ctx.Err(); {
+	case v.src != nil && v.uid == uid:
+		return true, fn(v.src)
+	case v.closed:
+		return true, errClosed
+	case end == nil:
+		return false, nil
+	case !errors.Is(context.Cause(ctx), errScopeEnded):
+		return true, api.Errorf(api.Unavailable, "the engine has given the read of snapshot %s up: %w", uid, end)
+	}
+	src, err := b.openSource(uid)
+	if err != nil {
+		return true, err
+	}
+	return true, errors.Join(fn(src), src.Close())
 }
 
 // openSnapshot opens a snapshot for reads. Its layers are not merged meanwhile. The engine ends the snapshot after the
@@ -67,27 +86,25 @@ func (b *Backend) openSnapshot(ctx context.Context, uid string) error {
 	v := &b.seen
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	switch err := ctx.Err(); {
-	case v.closed:
-		return errClosed
-	case err != nil:
-		return api.Errorf(api.Unavailable, "the engine has given the read of snapshot %s up: %w", uid, err)
-	case v.src != nil && v.uid == uid:
-		return nil
+	if v.closed || ctx.Err() != nil || v.src != nil && v.uid == uid {
+		return nil // readSnapshot decides
 	}
 	if err := v.closeSnapshot(); err != nil {
 		return err
 	}
+	src, err := b.openSource(uid)
+	if err == nil {
+		v.uid, v.src = uid, src
+	}
+	return err
+}
+
+func (b *Backend) openSource(uid string) (block.Source, error) {
 	layers, size, err := b.SnapshotLayers(uid)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	src, err := b.Disk().OpenStack(layers, size)
-	if err != nil {
-		return err
-	}
-	v.uid, v.src = uid, src
-	return nil
+	return b.Disk().OpenStack(layers, size)
 }
 
 // SnapDigests returns the Digests of a snapshot's content.
@@ -102,7 +119,7 @@ func (b *Backend) SnapDigests(ctx context.Context, uid string, off, n int64) ([]
 
 // SnapRead reads a snapshot's content.
 func (b *Backend) SnapRead(ctx context.Context, uid string, off int64, buf []byte) error {
-	if err := ctx.Err(); err != nil {
+	if err := ctx.Err(); err != nil && !errors.Is(context.Cause(ctx), errScopeEnded) {
 		return err
 	}
 	return b.withSnapshot(ctx, uid, func(src block.Source) error {
