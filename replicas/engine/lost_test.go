@@ -161,3 +161,35 @@ func TestReadWaitsForADrop(t *testing.T) {
 		t.Fatal("not what was written")
 	}
 }
+
+// TestReadWhoseMemberIsDropped: a member fails a read, and the other member is dropped while it reads. The member that
+// is left is the last one now: the engine asks it again before the guest hears of an error.
+func TestReadWhoseMemberIsDropped(t *testing.T) {
+	r := newRig(t, 2, nil)
+	buf := make([]byte, 4096)
+	read := r.start(block.OpRead, 0, buf, 0)
+	r.answer(0, 0, syscall.EIO)
+	write := r.start(block.OpWrite, 0, fill(4096, 1), 0)
+	r.answer(0, 0, nil)
+	r.answer(1, 1, syscall.EIO)
+	if m := within(t, "drop that is asked for", r.drops); m != "b" {
+		t.Fatalf("dropped %s", m)
+	}
+	r.settle <- nil
+	within(t, "word of a drop", r.dropped)
+	is(t, write, nil)
+	r.answer(1, 0, errAway) // the dropped member
+	for r.pending(0) == 0 {
+		select {
+		case err := <-read:
+			t.Fatalf("the read ended: %v", err)
+		default:
+			runtime.Gosched()
+		}
+	}
+	r.answer(0, 0, nil)
+	is(t, read, nil)
+	if buf[0] != 1 {
+		t.Fatal("not what was written")
+	}
+}

@@ -338,7 +338,7 @@ func (o *op) takeAnswer(m int, err error) {
 	switch {
 	case o.e.joiners.has(m): // the joiner lacks this write, and must not begin a swap
 		o.e.removeJoiners(bit(m), err)
-	case !(o.e.members | o.e.joining).has(m): // a former joiner or member: the others fail the request, or nothing does
+	case !o.reading && !(o.e.members | o.e.joining).has(m): // a former joiner: the members fail the write, or nothing does
 	case o.sore.has(m) && api.Is(o.err, api.Unavailable): // an unreachable member may have the damaged data
 	default:
 		o.err = err
