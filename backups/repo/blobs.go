@@ -31,7 +31,8 @@ type Blobs struct {
 
 	mu    sync.RWMutex
 	table *index.Table
-	added []*addedBlobs // the last one grows, those before are being merged into the table
+	added []*addedBlobs        // the last one grows, those before are being merged into the table
+	files map[blob.ID]struct{} // index files that the session read or wrote
 }
 
 type blobHandle struct {
@@ -56,14 +57,47 @@ func (r *Repository) LoadIndex(ctx context.Context) (*Blobs, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Blobs{r: r, limit: addedLimit, table: t, added: []*addedBlobs{newAddedBlobs()}}, nil
+	b := r.blobsOf(t)
+	b.addFiles(t.Files()...)
+	return b, nil
+}
+
+func (r *Repository) blobsOf(t *index.Table) *Blobs {
+	return &Blobs{r: r, limit: addedLimit, table: t, added: []*addedBlobs{newAddedBlobs()}, files: map[blob.ID]struct{}{}}
+}
+
+// addFiles records index files on which answers of Blobs stand.
+func (b *Blobs) addFiles(ids ...blob.ID) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, id := range ids {
+		b.files[id] = struct{}{}
+	}
+}
+
+// IsCurrent reports whether all index files that the session read or wrote still exist. If not, a sweep may have hidden
+// packs whose blobs the session found: the session loads the index again before the session relies on these blobs.
+func (b *Blobs) IsCurrent(ctx context.Context) (bool, error) {
+	files, err := listFolder(ctx, b.r.store, indexFolder)
+	if err != nil {
+		return false, err
+	}
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	found := 0
+	for _, f := range files {
+		if _, ok := b.files[f.id]; ok {
+			found++
+		}
+	}
+	return found == len(b.files), nil
 }
 
 // loadTable returns a table of all index files. With cached, the table of an earlier session is the base.
 func (r *Repository) loadTable(ctx context.Context, cached bool) (*index.Table, error) {
 	folder := filepath.Join(r.options.Cache, r.ID())
 	for range listAttempts {
-		files, err := listFolder(ctx, r.store, indexFolder)
+		files, err := r.listIndex(ctx)
 		if err != nil {
 			return nil, err
 		}
@@ -80,6 +114,25 @@ func (r *Repository) loadTable(ctx context.Context, cached bool) (*index.Table, 
 		}
 	}
 	return nil, api.Errorf(api.Busy, "repository %.8s: the index files change all the time; try again", r.ID())
+}
+
+// listIndex lists the index files twice: a list may miss a file that a sweep replaces meanwhile, together with the new
+// file.
+func (r *Repository) listIndex(ctx context.Context) (files []namedFile, err error) {
+	listed := map[blob.ID]struct{}{}
+	for range 2 {
+		more, err := listFolder(ctx, r.store, indexFolder)
+		if err != nil {
+			return nil, err
+		}
+		for _, f := range more {
+			if _, twice := listed[f.id]; !twice {
+				files = append(files, f)
+			}
+			listed[f.id] = struct{}{}
+		}
+	}
+	return files, nil
 }
 
 // tableOwner ties a table to the repository.
@@ -134,10 +187,8 @@ func (r *Repository) buildTable(ctx context.Context, folder string, base *index.
 	group.SetLimit(indexReaders)
 	for _, f := range files {
 		group.Go(func() error {
-			err := r.loadFile(ctx, f, indexLimit, indexPlain, func(plain io.Reader) error { return index.Scan(plain, b.Add) })
-			if err != nil {
-				return api.Errorf(api.KindOf(err), "repository %.8s: index file %.8s: %w; `restic rebuild-index` makes a new index",
-					r.ID(), f.id, err)
+			if _, err := r.scanIndexFile(ctx, f, b.Add); err != nil {
+				return err
 			}
 			b.AddFile(f.id)
 			return nil
@@ -151,6 +202,21 @@ func (r *Repository) buildTable(ctx context.Context, folder string, base *index.
 		err = errors.Join(errTableDamaged, err)
 	}
 	return t, err
+}
+
+// scanIndexFile reads an index file and calls each with the packs in the file; session is the session that wrote the
+// file.
+func (r *Repository) scanIndexFile(ctx context.Context, f namedFile, each func(index.Pack) error) (
+	session string, err error) {
+	err = r.loadFile(ctx, f, indexLimit, indexPlain, func(plain io.Reader) error {
+		session, err = index.Scan(plain, each)
+		return err
+	})
+	if err != nil {
+		return "", api.Errorf(api.KindOf(err), "repository %.8s: index file %.8s: %w; "+
+			"`restic rebuild-index` makes a new index", r.ID(), f.id, err)
+	}
+	return session, nil
 }
 
 // Has reports whether the repository has a blob, or the session's Writer wrote the blob. Before the Writer's next Flush
@@ -214,6 +280,7 @@ func (b *Blobs) replaceDamaged(ctx context.Context, damaged *index.Table) error 
 	if err != nil {
 		return err
 	}
+	b.addFiles(t.Files()...)
 	return b.swapTable(t, 0)
 }
 

@@ -6,6 +6,7 @@
 //	keys/<sha256>          the key, sealed with a password (package keys)
 //	data/xx/<sha256>       packs (package pack)
 //	index/<sha256>         which blob lies where (package index)
+//	snapshots/<sha256>     a backup: its time, tags and tree (package tree)
 //	locks/<sha256>         a session that uses the repository
 //
 // Invariants:
@@ -18,11 +19,14 @@
 //   - A Writer stops with the first error. No later call succeeds.
 //   - A session takes its Lock before LoadIndex: nobody deletes a pack that the index names while the lock is held. The
 //     age of a lock is judged by the store's clock alone.
+//   - A sweep deletes a pack only if no snapshot needs the pack, and after the end of all sessions that may rely on the
+//     pack (sweep.go).
 //   - No error has a password.
 //
 // Goroutines: a Lock has one, which refreshes the lock; a Writer has the uploaders and one for index files; Close waits
-// for them. LoadIndex waits for its own.
+// for them. LoadIndex, ReadMany and Sweep wait for their own.
 //
-// Lock order: Writer.indexing, Writer.mu; Blobs.building, Blobs.mu. No method of Blobs is called with Writer.mu held. A
-// call of the store runs with Writer.indexing or Blobs.building at most.
+// Lock order: Writer.indexing, Writer.mu; Blobs.building, Blobs.mu; marker.mu, Blobs.mu; Lock.mu is a leaf. No method
+// of Blobs is called with Writer.mu held. A call of the store runs with Writer.indexing, Blobs.building or marker.mu
+// at most.
 package repo

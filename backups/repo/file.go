@@ -16,11 +16,12 @@ import (
 
 // Names and folders of a repository.
 const (
-	configName  = "config"
-	keysFolder  = "keys/"
-	dataFolder  = "data/"
-	indexFolder = "index/"
-	locksFolder = "locks/"
+	configName      = "config"
+	keysFolder      = "keys/"
+	dataFolder      = "data/"
+	indexFolder     = "index/"
+	snapshotsFolder = "snapshots/"
+	locksFolder     = "locks/"
 )
 
 // Bounds of objects in bytes.

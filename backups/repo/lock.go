@@ -2,6 +2,7 @@ package repo
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -31,31 +32,48 @@ type lockFile struct {
 	PID       int       `json:"pid"`
 	UID       uint32    `json:"uid,omitempty"`
 	GID       uint32    `json:"gid,omitempty"`
+
+	// Fields of Drover, which other programs ignore.
+	Session string `json:"droverSession,omitempty"` // the same in all locks of a session
+	Sweep   bool   `json:"droverSweep,omitempty"`
 }
+
+// LockMode says which other sessions a session goes along with.
+type LockMode int
+
+// Lock modes.
+const (
+	Shared    LockMode = iota // all but exclusive ones
+	Exclusive                 // none
+	Sweeping                  // all but exclusive ones and other sweeps
+)
 
 // Lock is a session that uses the repository, alone or with others.
 type Lock struct {
 	r         *Repository
-	exclusive bool
+	mode      LockMode
+	id        string
 	session   context.Context
 	end       context.CancelCauseFunc
 	refresher sync.WaitGroup
-	current   blob.ID   // the refresher's, until the refresher ended
-	refreshed time.Time // when current was written, by this machine
-	left      []string  // objects that could not be deleted
+	refreshed time.Time // when current was written, by this machine; the refresher's
+
+	mu      sync.Mutex
+	current blob.ID
+	left    []string // objects that could not be deleted
 }
 
-// Lock locks the repository. While another session holds the repository exclusively, or anybody does and exclusive is
-// asked, Lock returns an error of kind Busy that names the holder; the caller tries again later. Lock deletes stale
-// locks. The caller closes the lock.
-func (r *Repository) Lock(ctx context.Context, exclusive bool) (*Lock, error) {
-	l := &Lock{r: r, exclusive: exclusive, refreshed: time.Now()}
+// Lock locks the repository. While a session holds the repository in a mode that does not go along with mode, Lock
+// returns an error of kind Busy that names the holder; the caller tries again later. Lock deletes stale locks. The
+// caller closes the lock.
+func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
+	l := &Lock{r: r, mode: mode, id: rand.Text(), refreshed: time.Now()}
 	var err error
-	if l.current, err = r.saveLock(ctx, exclusive); err != nil {
+	if l.current, err = l.save(ctx); err != nil {
 		return nil, err
 	}
 	// Both of two sessions that lock at once see the lock of the other, because each writes before reading.
-	if err := r.checkLocks(ctx, l.current, exclusive); err != nil {
+	if err := r.checkLocks(ctx, l.current, mode); err != nil {
 		if e := r.store.Delete(context.WithoutCancel(ctx), locksFolder+l.current.String()); e != nil {
 			err = api.Errorf(api.KindOf(err), "%w (lock %.8s stays until it is stale: %w)", err, l.current, e)
 		}
@@ -66,6 +84,9 @@ func (r *Repository) Lock(ctx context.Context, exclusive bool) (*Lock, error) {
 	return l, nil
 }
 
+// ID names the session. The locks and index files of the session have the ID.
+func (l *Lock) ID() string { return l.id }
+
 // Context ends with the context that Lock was called with, with Close, and when the lock is lost: then somebody may
 // delete packs.
 func (l *Lock) Context() context.Context { return l.session }
@@ -74,7 +95,10 @@ func (l *Lock) Context() context.Context { return l.session }
 func (l *Lock) Close(ctx context.Context) error {
 	l.end(api.Errorf(api.Unavailable, "repository %.8s: the session was closed", l.r.ID()))
 	l.refresher.Wait()
-	err := l.r.store.Delete(ctx, append(l.left, locksFolder+l.current.String())...)
+	l.mu.Lock()
+	names := append(l.left, locksFolder+l.current.String())
+	l.mu.Unlock()
+	err := l.r.store.Delete(ctx, names...)
 	if err != nil && !api.Is(err, api.Denied) {
 		return api.Errorf(api.KindOf(err), "repository %.8s: lock %.8s cannot be deleted: %w; "+
 			"`restic unlock` removes the lock after 30 minutes", l.r.ID(), l.current, err)
@@ -82,9 +106,51 @@ func (l *Lock) Close(ctx context.Context) error {
 	return nil
 }
 
-func (r *Repository) saveLock(ctx context.Context, exclusive bool) (blob.ID, error) {
-	content, err := json.Marshal(lockFile{time.Now(), exclusive, r.options.Hostname, r.options.Username, os.Getpid(),
-		uint32(os.Getuid()), uint32(os.Getgid())})
+// Confirm returns nil if the lock exists: so far, no other session has taken this one for dead. After a pause of the
+// machine, or a step of the store's clock, Confirm finds a loss that Context does not know of yet.
+func (l *Lock) Confirm(ctx context.Context) error {
+	_, err := l.own(ctx)
+	return err
+}
+
+// own describes the object of the lock.
+func (l *Lock) own(ctx context.Context) (target.Object, error) {
+	for {
+		current := l.name()
+		o, err := l.r.store.Stat(ctx, current)
+		switch {
+		case err == nil:
+			return o, nil
+		case !api.Is(err, api.NotFound):
+			return o, api.Errorf(api.KindOf(err), "repository %.8s: the session's lock cannot be read: %w", l.r.ID(), err)
+		case l.name() == current:
+			return o, l.lost()
+		}
+	}
+}
+
+func (l *Lock) name() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return locksFolder + l.current.String()
+}
+
+func (l *Lock) lost() error {
+	return api.Errorf(api.Unavailable, "repository %.8s: the session's lock was removed: packs may be deleted; "+
+		"start again", l.r.ID())
+}
+
+// deleteLater lets Close delete an object.
+func (l *Lock) deleteLater(name string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.left = append(l.left, name)
+}
+
+func (l *Lock) save(ctx context.Context) (blob.ID, error) {
+	r := l.r
+	content, err := json.Marshal(lockFile{time.Now(), l.mode == Exclusive, r.options.Hostname, r.options.Username,
+		os.Getpid(), uint32(os.Getuid()), uint32(os.Getgid()), l.id, l.mode == Sweeping})
 	if err != nil {
 		return blob.ID{}, err
 	}
@@ -97,22 +163,23 @@ func (r *Repository) saveLock(ctx context.Context, exclusive bool) (blob.ID, err
 
 // checkLocks refuses to go along with other locks, and deletes stale ones. A lock that vanishes between List and Get
 // was released or refreshed: only a new list tells.
-func (r *Repository) checkLocks(ctx context.Context, mine blob.ID, exclusive bool) error {
+func (r *Repository) checkLocks(ctx context.Context, mine blob.ID, mode LockMode) error {
 	own, err := r.store.Stat(ctx, locksFolder+mine.String())
 	if err != nil {
 		return api.Errorf(api.KindOf(err), "repository %.8s: the new lock cannot be read: %w", r.ID(), err)
 	}
-	for range listAttempts {
+	// A list may miss a lock that its session refreshes meanwhile; the second list then has the new one.
+	for list := range listAttempts {
 		locks, err := listFolder(ctx, r.store, locksFolder)
 		if err != nil {
 			return err
 		}
-		vanished := false
+		vanished := list == 0
 		for _, f := range locks {
 			if f.id == mine {
 				continue
 			}
-			err := r.checkLock(ctx, f, own, exclusive)
+			err := r.checkLock(ctx, f, own, mode)
 			if vanished = vanished || api.Is(err, api.NotFound); err != nil && !api.Is(err, api.NotFound) {
 				return err
 			}
@@ -129,20 +196,14 @@ func isStale(o, own target.Object) bool {
 	return !o.Modified.IsZero() && own.Modified.Sub(o.Modified) > lockStale
 }
 
-func (r *Repository) checkLock(ctx context.Context, f namedFile, own target.Object, exclusive bool) error {
+func (r *Repository) checkLock(ctx context.Context, f namedFile, own target.Object, mode LockMode) error {
 	if isStale(f.Object, own) {
 		if err := r.store.Delete(ctx, f.Name); err != nil && !api.Is(err, api.Denied) {
 			return api.Errorf(api.KindOf(err), "repository %.8s: stale lock %.8s cannot be deleted: %w", r.ID(), f.id, err)
 		}
 		return nil
 	}
-	var other lockFile
-	err := r.loadFile(ctx, f, smallFile, smallFile, func(plain io.Reader) error {
-		if err := json.NewDecoder(plain).Decode(&other); err != nil {
-			return api.Errorf(api.Corrupt, "no JSON of a lock: %w", err)
-		}
-		return nil
-	})
+	other, err := r.readLock(ctx, f)
 	switch {
 	case api.Is(err, api.Corrupt), api.Is(err, api.Unsupported):
 		return api.Errorf(api.Busy, "repository %.8s: lock %.8s cannot be read, and may be exclusive: %w; "+
@@ -152,9 +213,86 @@ func (r *Repository) checkLock(ctx context.Context, f namedFile, own target.Obje
 	case other.Exclusive:
 		return api.Errorf(api.Busy, "repository %.8s: %s holds the repository exclusively: %s; "+
 			"wait, or run `restic unlock` if the holder is dead", r.ID(), other.holder(), f.Name)
-	case exclusive:
+	case mode == Exclusive, mode == Sweeping && other.Sweep:
 		return api.Errorf(api.Busy, "repository %.8s: %s uses the repository: %s; "+
 			"wait, or run `restic unlock` if the holder is dead", r.ID(), other.holder(), f.Name)
+	}
+	return nil
+}
+
+func (r *Repository) readLock(ctx context.Context, f namedFile) (l lockFile, err error) {
+	err = r.loadFile(ctx, f, smallFile, smallFile, func(plain io.Reader) error {
+		if err := json.NewDecoder(plain).Decode(&l); err != nil {
+			return api.Errorf(api.Corrupt, "no JSON of a lock: %w", err)
+		}
+		return nil
+	})
+	return l, err
+}
+
+// session names the session of a lock: that of another program by its process.
+func (f *lockFile) session() (name string, drover bool) {
+	if f.Session != "" {
+		return f.Session, true
+	}
+	return fmt.Sprintf("%.64q on %.64q %d", f.Username, f.Hostname, f.PID), false
+}
+
+// runningSession is a session that holds a lock.
+type runningSession struct {
+	drover bool   // not another program
+	holder string // for messages
+}
+
+// otherSessions returns the sessions but l that hold a lock, and deletes stale locks: a session that runs after all
+// then finds its lock gone (Confirm). If the store permits no deletion, the session of a stale lock counts. A list may
+// miss a lock that its session refreshes meanwhile; the next list then has the new one.
+func (l *Lock) otherSessions(ctx context.Context) (map[string]runningSession, error) {
+	sessions := map[string]runningSession{}
+	for list, deleted := 0, false; list < 2 || deleted; list++ {
+		deleted = false
+		own, err := l.own(ctx)
+		if err != nil {
+			return nil, err
+		}
+		locks, err := listFolder(ctx, l.r.store, locksFolder)
+		if err != nil {
+			return nil, err
+		}
+		for _, f := range locks {
+			if isStale(f.Object, own) {
+				err := l.r.store.Delete(ctx, f.Name)
+				if err != nil && !api.Is(err, api.Denied) {
+					return nil, api.Errorf(api.KindOf(err), "repository %.8s: stale lock %.8s cannot be deleted: %w", l.r.ID(),
+						f.id, err)
+				}
+				if err == nil {
+					deleted = true
+					continue
+				}
+			}
+			if err := l.addSession(ctx, sessions, f); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return sessions, nil
+}
+
+// addSession adds the session of a lock, unless that is l.
+func (l *Lock) addSession(ctx context.Context, sessions map[string]runningSession, f namedFile) error {
+	lock, err := l.r.readLock(ctx, f)
+	name, drover := lock.session()
+	switch {
+	case api.Is(err, api.NotFound): // released or refreshed
+		return nil
+	case api.Is(err, api.Corrupt), api.Is(err, api.Unsupported):
+		name, drover, lock.Hostname = f.Name, false, "unknown"
+	case err != nil:
+		return api.Errorf(api.KindOf(err), "repository %.8s: lock %.8s: %w", l.r.ID(), f.id, err)
+	}
+	if name != l.id {
+		sessions[name] = runningSession{drover, lock.holder()}
 	}
 	return nil
 }
@@ -181,8 +319,7 @@ func (l *Lock) refreshUntilEnd() {
 		cancel()
 		switch {
 		case removed:
-			l.end(api.Errorf(api.Unavailable, "repository %.8s: the session's lock was removed: packs may be deleted; "+
-				"start again", l.r.ID()))
+			l.end(l.lost())
 			return
 		case err != nil && time.Since(l.refreshed) >= lockLost-refreshRetry:
 			l.end(api.Errorf(api.Unavailable, "repository %.8s: the session's lock was not refreshed for %v: %w; start again",
@@ -196,20 +333,28 @@ func (l *Lock) refreshUntilEnd() {
 	}
 }
 
-// refresh replaces the lock by a new one. removed says that somebody deleted the lock.
+// refresh replaces the lock by a new one. removed says that somebody deleted the lock. The look at the old lock comes
+// after the write of the new one: a session that deletes the old one as stale lists the locks again, and finds the new
+// one.
 func (l *Lock) refresh(ctx context.Context) (removed bool, err error) {
-	old := locksFolder + l.current.String()
-	if _, err := l.r.store.Stat(ctx, old); err != nil {
-		return api.Is(err, api.NotFound), err
-	}
+	old := l.name()
 	written := time.Now()
-	id, err := l.r.saveLock(ctx, l.exclusive)
+	id, err := l.save(ctx)
 	if err != nil {
 		return false, err
 	}
-	l.current, l.refreshed = id, written
+	if _, err := l.r.store.Stat(ctx, old); err != nil {
+		if e := l.r.store.Delete(ctx, locksFolder+id.String()); e != nil {
+			l.deleteLater(locksFolder + id.String())
+		}
+		return api.Is(err, api.NotFound), err
+	}
+	l.mu.Lock()
+	l.current = id
+	l.mu.Unlock()
+	l.refreshed = written
 	if err := l.r.store.Delete(ctx, old); err != nil {
-		l.left = append(l.left, old) // Close tries again
+		l.deleteLater(old)
 	}
 	return false, nil
 }

@@ -19,11 +19,11 @@ func TestLocksExclude(t *testing.T) {
 	r := newRepository(t, store)
 	other, err := Open(t.Context(), store, password, Options{Hostname: "node-2", Username: "sweeper"})
 	must(t, err)
-	shared, err := r.Lock(t.Context(), false)
+	shared, err := r.Lock(t.Context(), Shared)
 	must(t, err)
-	second, err := other.Lock(t.Context(), false)
+	second, err := other.Lock(t.Context(), Shared)
 	must(t, err)
-	if _, err := other.Lock(t.Context(), true); !api.Is(err, api.Busy) ||
+	if _, err := other.Lock(t.Context(), Exclusive); !api.Is(err, api.Busy) ||
 		!strings.Contains(err.Error(), `"drover" on host "node-1"`) &&
 			!strings.Contains(err.Error(), `"sweeper" on host "node-2"`) {
 		t.Errorf("an exclusive lock beside shared ones: %v, want an error of kind busy that names the holder", err)
@@ -33,9 +33,9 @@ func TestLocksExclude(t *testing.T) {
 	if left := store.names(locksFolder); len(left) != 0 {
 		t.Errorf("locks are left: %v", left)
 	}
-	exclusive, err := other.Lock(t.Context(), true)
+	exclusive, err := other.Lock(t.Context(), Exclusive)
 	must(t, err)
-	for _, want := range []bool{false, true} {
+	for _, want := range []LockMode{Shared, Exclusive, Sweeping} {
 		if _, err := r.Lock(t.Context(), want); !api.Is(err, api.Busy) ||
 			!strings.Contains(err.Error(), `"sweeper" on host "node-2"`) {
 			t.Errorf("a lock beside an exclusive one: %v, want an error of kind busy that names the holder", err)
@@ -59,11 +59,11 @@ func TestTwoExclusiveLocksNeverHold(t *testing.T) {
 		var inner *Lock
 		store.before = func(string, string) error {
 			if int(count.Add(1)) == point+1 {
-				inner, _ = r.Lock(t.Context(), true)
+				inner, _ = r.Lock(t.Context(), Exclusive)
 			}
 			return nil
 		}
-		outer, err := r.Lock(t.Context(), true)
+		outer, err := r.Lock(t.Context(), Exclusive)
 		if err == nil && inner != nil {
 			t.Errorf("both sessions lock, the second one from operation %d of the first", point)
 		}
@@ -80,7 +80,7 @@ func TestTwoExclusiveLocksNeverHold(t *testing.T) {
 func TestRefreshedLockIsSeen(t *testing.T) {
 	store := newMemoryStore()
 	r := newRepository(t, store)
-	holder, err := r.Lock(t.Context(), true)
+	holder, err := r.Lock(t.Context(), Exclusive)
 	must(t, err)
 	refreshed := false
 	store.before = func(operation, name string) error {
@@ -91,7 +91,7 @@ func TestRefreshedLockIsSeen(t *testing.T) {
 		}
 		return nil
 	}
-	if _, err := r.Lock(t.Context(), false); !api.Is(err, api.Busy) || !refreshed {
+	if _, err := r.Lock(t.Context(), Shared); !api.Is(err, api.Busy) || !refreshed {
 		t.Errorf("%v, want an error of kind busy", err)
 	}
 	must(t, holder.Close(t.Context()))
@@ -111,14 +111,14 @@ func inBubble(t *testing.T, test func(t *testing.T, store *memoryStore, r *Repos
 // clock, and respects a younger lock; the time in the lock does not matter.
 func TestStaleLockIsJudgedByTheStoresClock(t *testing.T) {
 	inBubble(t, func(t *testing.T, store *memoryStore, r *Repository) {
-		_, err := r.saveLock(t.Context(), true) // of a dead session
+		_, err := (&Lock{r: r, mode: Exclusive}).save(t.Context()) // of a dead session
 		must(t, err)
 		<-time.After(lockStale - time.Second)
-		if _, err := r.Lock(t.Context(), false); !api.Is(err, api.Busy) {
+		if _, err := r.Lock(t.Context(), Shared); !api.Is(err, api.Busy) {
 			t.Errorf("beside a lock just before 30 minutes: %v, want an error of kind busy", err)
 		}
 		<-time.After(2 * time.Second)
-		l, err := r.Lock(t.Context(), true)
+		l, err := r.Lock(t.Context(), Exclusive)
 		must(t, err)
 		if n := len(store.names(locksFolder)); n != 1 {
 			t.Errorf("%d locks, want the stale one deleted", n)
@@ -130,7 +130,7 @@ func TestStaleLockIsJudgedByTheStoresClock(t *testing.T) {
 // TestLockIsRefreshed: a session of hours keeps a single lock, never older than five minutes.
 func TestLockIsRefreshed(t *testing.T) {
 	inBubble(t, func(t *testing.T, store *memoryStore, r *Repository) {
-		l, err := r.Lock(t.Context(), false)
+		l, err := r.Lock(t.Context(), Shared)
 		must(t, err)
 		for range 100 {
 			<-time.After(2 * time.Minute)
@@ -164,7 +164,7 @@ func TestLostLockEndsTheSession(t *testing.T) {
 			}
 			return nil
 		}
-		l, err := r.Lock(t.Context(), false)
+		l, err := r.Lock(t.Context(), Shared)
 		must(t, err)
 		for range 5 {
 			failing.Store(true)
@@ -186,7 +186,7 @@ func TestLostLockEndsTheSession(t *testing.T) {
 		failing.Store(false)
 		must(t, l.Close(t.Context()))
 
-		l, err = r.Lock(t.Context(), false)
+		l, err = r.Lock(t.Context(), Shared)
 		must(t, err)
 		must(t, store.Delete(t.Context(), store.names(locksFolder)...))
 		<-l.Context().Done()
@@ -203,7 +203,7 @@ func TestLostLockEndsTheSession(t *testing.T) {
 // TestHangingStoreEndsTheSession: a store that does not answer cannot keep the session alive beyond its lock.
 func TestHangingStoreEndsTheSession(t *testing.T) {
 	inBubble(t, func(t *testing.T, store *memoryStore, r *Repository) {
-		l, err := r.Lock(t.Context(), false)
+		l, err := r.Lock(t.Context(), Shared)
 		must(t, err)
 		l.r = &Repository{store: hangingStore{store}, key: r.key, config: r.config}
 		begin := time.Now()
@@ -225,12 +225,12 @@ func TestLockWithoutPermissionToDelete(t *testing.T) {
 			}
 			return nil
 		}
-		l, err := r.Lock(t.Context(), false)
+		l, err := r.Lock(t.Context(), Shared)
 		must(t, err)
 		<-time.After(time.Hour)
 		must(t, l.Session())
 		must(t, l.Close(t.Context()))
-		l, err = r.Lock(t.Context(), false)
+		l, err = r.Lock(t.Context(), Shared)
 		must(t, err)
 		must(t, l.Close(t.Context()))
 	})
@@ -240,10 +240,10 @@ func TestLockWithoutPermissionToDelete(t *testing.T) {
 func TestUnreadableLockIsRespected(t *testing.T) {
 	store := newMemoryStore()
 	r := newRepository(t, store)
-	id, err := r.saveLock(t.Context(), false)
+	id, err := (&Lock{r: r}).save(t.Context())
 	must(t, err)
 	store.change(locksFolder+id.String(), flipLast)
-	if _, err := r.Lock(t.Context(), false); !api.Is(err, api.Busy) || !strings.Contains(err.Error(), id.String()) {
+	if _, err := r.Lock(t.Context(), Shared); !api.Is(err, api.Busy) || !strings.Contains(err.Error(), id.String()) {
 		t.Errorf("%v, want an error of kind busy that names the object", err)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/repo/index"
+	"drover.io/drover/backups/repo/tree"
 )
 
 // DamagedError says that the store lost or changed a blob. The error is of kind Corrupt.
@@ -35,7 +36,7 @@ func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byt
 		return nil, err
 	}
 	if !ok {
-		return nil, api.Errorf(api.NotFound, "%v blob %s: not in repository %.8s", kind, id, b.r.ID())
+		return nil, b.missing(id, kind)
 	}
 	sealed, err := readRange(ctx, b.r.store, packName(l.Pack), int64(l.Offset), int64(l.Length))
 	var plain []byte
@@ -54,23 +55,46 @@ func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byt
 	return plain, nil
 }
 
-// openBlob decrypts in place, decompresses into the memory of into, and compares with the id.
-func (r *Repository) openBlob(l index.Location, sealed, into []byte) ([]byte, error) {
-	plain, err := r.key.Open(sealed)
+func (b *Blobs) missing(id blob.ID, kind blob.Kind) error {
+	return api.Errorf(api.NotFound, "%v blob %s: not in repository %.8s", kind, id, b.r.ID())
+}
+
+// ReadTree reads the nodes of a folder. A blob that is no tree is an error of kind Corrupt.
+func (b *Blobs) ReadTree(ctx context.Context, id blob.ID) ([]tree.Node, error) {
+	plain, err := b.Read(ctx, id, blob.Tree, nil)
 	if err != nil {
 		return nil, err
 	}
+	nodes, err := tree.Decode(plain)
+	if err != nil {
+		return nil, api.Errorf(api.KindOf(err), "tree blob %s: %w", id, err)
+	}
+	return nodes, nil
+}
+
+// openBlob decrypts in place, decompresses into the memory of into, and compares with the id.
+func (r *Repository) openBlob(l index.Location, sealed, into []byte) ([]byte, error) {
+	_, plain, err := r.openStored(l, sealed, into)
+	return plain, err
+}
+
+// openStored is openBlob for a caller that wants the bytes as they are sealed, too.
+func (r *Repository) openStored(l index.Location, sealed, into []byte) (stored, plain []byte, err error) {
+	if stored, err = r.key.Open(sealed); err != nil {
+		return nil, nil, err
+	}
+	plain = stored
 	if n := int(l.Plain); n > 0 {
 		if cap(into) < n {
 			into = make([]byte, n)
 		}
-		plain, err = blobDecoder().DecodeAll(plain, into[:0:n])
+		plain, err = blobDecoder().DecodeAll(stored, into[:0:n])
 		if err != nil || len(plain) != n {
-			return nil, api.Errorf(api.Corrupt, "%d bytes instead of %d after decompression (%v)", len(plain), n, err)
+			return nil, nil, api.Errorf(api.Corrupt, "%d bytes instead of %d after decompression (%v)", len(plain), n, err)
 		}
 	}
 	if blob.Sum(plain) != l.ID {
-		return nil, api.Errorf(api.Corrupt, "the bytes do not match the id")
+		return nil, nil, api.Errorf(api.Corrupt, "the bytes do not match the id")
 	}
-	return plain, nil
+	return stored, plain, nil
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -210,4 +211,51 @@ func TestVanishedIndexFileIsNoError(t *testing.T) {
 		return nil
 	}
 	compareBlobs(t, loadIndex(t, openRepository(t, store)), 0, 10)
+}
+
+// TestIndexIsCurrentUntilAFileVanishes: an index file of another session more changes nothing; a file that the session
+// read or wrote and that no longer exists is noticed, also after the table was built again without the file.
+func TestIndexIsCurrentUntilAFileVanishes(t *testing.T) {
+	store := newMemoryStore()
+	r := newRepository(t, store)
+	isCurrent := func(b *Blobs, want bool, when string) {
+		t.Helper()
+		if current, err := b.IsCurrent(t.Context()); err != nil || current != want {
+			t.Errorf("%s: the index is current: %v, %v", when, current, err)
+		}
+	}
+	b := loadIndex(t, r)
+	isCurrent(b, true, "an empty repository")
+	writeBlobs(t, openRepository(t, store), 0, 10)
+	isCurrent(b, true, "a file more")
+	read := store.names(indexFolder)
+	b = loadIndex(t, r)
+	w := newWriter(t, b, WriterOptions{})
+	addBlobs(t, w, 10, 20)
+	must(t, w.Flush(t.Context()))
+	must(t, w.Close())
+	isCurrent(b, true, "a file written")
+	files := store.names(indexFolder) // the written one first: a new table has all files
+	slices.SortFunc(files, func(a, _ string) int {
+		if slices.Contains(read, a) {
+			return 1
+		}
+		return -1
+	})
+	for _, name := range files {
+		o := store.objects[name]
+		must(t, store.Delete(t.Context(), name))
+		isCurrent(b, false, "a file less")
+		if slices.Contains(read, name) {
+			must(t, b.replaceDamaged(t.Context(), b.table))
+			isCurrent(b, false, "after the table was built again")
+		}
+		must(t, store.Put(t.Context(), name, o.body))
+		isCurrent(b, true, "the file is back")
+	}
+	store.before = func(string, string) error { return api.Errorf(api.Unavailable, "no answer") }
+	if _, err := b.IsCurrent(t.Context()); !api.Is(err, api.Unavailable) {
+		t.Errorf("%v, want an error of kind unavailable", err)
+	}
+	store.before = nil
 }

@@ -169,7 +169,8 @@ func TestFilesAreReadInBothEncodings(t *testing.T) {
 	}
 }
 
-// TestFilesAreBounded: a file that decompresses to more than its bound, and a sealed file below a wrong name, are errors of kind corrupt.
+// TestFilesAreBounded: a file that decompresses to more than its bound, and a sealed file below a wrong name, are
+// errors of kind corrupt.
 func TestFilesAreBounded(t *testing.T) {
 	store := newMemoryStore()
 	r := newRepository(t, store)

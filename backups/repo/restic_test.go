@@ -138,7 +138,7 @@ func TestResticPruneIsRefusedWhileWeLock(t *testing.T) {
 	store := newMemoryStore()
 	r := newRepository(t, store)
 	writeBlobs(t, r, 0, 50)
-	shared, err := r.Lock(t.Context(), false)
+	shared, err := r.Lock(t.Context(), Shared)
 	must(t, err)
 	folder := store.save(t)
 	if output, err := restic(t, folder, "prune"); err == nil || !strings.Contains(output, "already locked") ||
@@ -147,7 +147,7 @@ func TestResticPruneIsRefusedWhileWeLock(t *testing.T) {
 	}
 	mustRestic(t, folder, "snapshots")
 	must(t, shared.Close(t.Context()))
-	exclusive, err := r.Lock(t.Context(), true)
+	exclusive, err := r.Lock(t.Context(), Exclusive)
 	must(t, err)
 	output, err := restic(t, store.save(t), "snapshots")
 	if err == nil || !strings.Contains(output, "locked exclusively") {
@@ -233,7 +233,7 @@ const steps, stepBlobs = 3, 6
 
 // writeInSteps is a session that writes blobs in steps; the result is how many blobs a Flush promised to be durable.
 func writeInSteps(ctx context.Context, r *Repository) (promised int) {
-	lock, err := r.Lock(ctx, false)
+	lock, err := r.Lock(ctx, Shared)
 	if err != nil {
 		return 0
 	}

@@ -2,6 +2,7 @@ package repo
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"time"
 
@@ -9,6 +10,7 @@ import (
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/repo/index"
 	"drover.io/drover/backups/repo/pack"
+	"drover.io/drover/backups/repo/tree"
 	"drover.io/drover/block"
 )
 
@@ -29,6 +31,7 @@ const (
 type WriterOptions struct {
 	PackSize int   // bytes of a full pack; 0: DefaultPackSize
 	Memory   int64 // bytes of all packs that are filled or sent, at least three packs; 0: DefaultMemory
+	Lock     *Lock // of the session: a sweep leaves the packs of a session that runs alone; nil in tests
 }
 
 // WriterStats counts the work of a Writer.
@@ -45,6 +48,7 @@ type Writer struct {
 	r        *Repository
 	blobs    *Blobs
 	packSize int
+	lock     *Lock
 
 	ctx        context.Context // ends with the session, with the first error and with Close
 	end        context.CancelCauseFunc
@@ -85,7 +89,7 @@ func NewWriter(session context.Context, blobs *Blobs, o WriterOptions) (*Writer,
 		return nil, api.Errorf(api.Invalid, "packs of %d bytes: not allowed; at most %d are", o.PackSize, largestPack)
 	}
 	packs := int(min(max(o.Memory/int64(o.PackSize), 3), mostPacks))
-	w := &Writer{r: blobs.r, blobs: blobs, packSize: o.PackSize, buffers: make(chan []byte, packs),
+	w := &Writer{r: blobs.r, blobs: blobs, packSize: o.PackSize, lock: o.Lock, buffers: make(chan []byte, packs),
 		allowed: make(chan struct{}, packs), uploads: make(chan *openPack, packs), pending: map[blobHandle]struct{}{},
 		unfinished: map[*openPack]struct{}{}}
 	for range packs {
@@ -110,9 +114,9 @@ func (w *Writer) Add(ctx context.Context, kind blob.Kind, plain []byte) (id blob
 // AddKnown is Add for a caller that has the blob's id and has compared the bytes with a checksum of equal age: a wrong
 // id makes a damaged blob.
 func (w *Writer) AddKnown(ctx context.Context, kind blob.Kind, id blob.ID, plain []byte) (added bool, err error) {
-	if len(plain) == 0 || len(plain) > w.packSize-packHeader {
+	if len(plain) == 0 || len(plain) > w.blobLimit() {
 		return false, api.Errorf(api.Invalid, "%v blob %.8s: %d bytes; 1 to %d are allowed", kind, id, len(plain),
-			w.packSize-packHeader)
+			w.blobLimit())
 	}
 	known, err := w.claim(ctx, blobHandle{id, kind})
 	if err != nil || known {
@@ -126,6 +130,40 @@ func (w *Writer) AddKnown(ctx context.Context, kind blob.Kind, id blob.ID, plain
 		return false, w.fail(err)
 	}
 	return true, nil
+}
+
+// AddTree adds the tree blob of a folder's nodes, sorted by name.
+func (w *Writer) AddTree(ctx context.Context, nodes []tree.Node) (blob.ID, error) {
+	plain, err := tree.Encode(nodes)
+	if err != nil {
+		return blob.ID{}, err
+	}
+	id, _, err := w.Add(ctx, blob.Tree, plain)
+	return id, err
+}
+
+// Has reports whether the repository has a blob, or a call of Add is storing the blob: then no caller needs to read the
+// plain bytes.
+func (w *Writer) Has(ctx context.Context, id blob.ID, kind blob.Kind) (bool, error) {
+	if err := w.failure(); err != nil {
+		return false, err
+	}
+	w.mu.Lock()
+	_, known := w.pending[blobHandle{id, kind}]
+	w.mu.Unlock()
+	if !known {
+		// After pending, as in claim.
+		var err error
+		if known, err = w.blobs.Has(ctx, id, kind); err != nil {
+			return false, w.fail(err)
+		}
+	}
+	if known {
+		w.mu.Lock()
+		w.stats.KnownBlobs++
+		w.mu.Unlock()
+	}
+	return known, nil
 }
 
 // claim reports whether the blob is known; otherwise the caller must store the blob, and no other caller will.
@@ -157,7 +195,10 @@ func (w *Writer) claim(ctx context.Context, h blobHandle) (known bool, err error
 	return known, nil
 }
 
-// store seals a blob into a pack.
+// blobLimit is the longest blob that a pack of the Writer has room for, in bytes.
+func (w *Writer) blobLimit() int { return w.packSize - packHeader }
+
+// store seals a blob of at most blobLimit stored bytes into a pack.
 func (w *Writer) store(ctx context.Context, kind blob.Kind, id blob.ID, stored []byte, plainLength int,
 	size int64) error {
 	p, memory, err := w.reserve(ctx, kind, id, len(stored), plainLength)
@@ -328,8 +369,31 @@ func (w *Writer) writeIndex() error {
 	if file.Packs() == 0 {
 		return nil
 	}
-	if _, err := w.r.saveFile(w.ctx, indexFolder, file.Bytes()); err != nil {
+	if err := w.saveIndex(&file); err != nil {
 		return w.fail(api.Errorf(api.KindOf(err), "repository %.8s: an index file cannot be written: %w", w.r.ID(), err))
+	}
+	return nil
+}
+
+// saveIndex writes an index file. A session that lost its lock takes the file away again: a sweep may have deleted
+// packs that the file names.
+func (w *Writer) saveIndex(file *index.FileBuilder) error {
+	if w.lock != nil {
+		file.Session = w.lock.ID()
+		if err := w.lock.Confirm(w.ctx); err != nil {
+			return err
+		}
+	}
+	id, err := w.r.saveFile(w.ctx, indexFolder, file.Bytes())
+	if err != nil {
+		return err
+	}
+	w.blobs.addFiles(id)
+	if w.lock == nil {
+		return nil
+	}
+	if err := w.lock.Confirm(w.ctx); err != nil {
+		return errors.Join(err, w.r.store.Delete(context.WithoutCancel(w.ctx), indexFolder+id.String()))
 	}
 	return nil
 }

@@ -171,7 +171,8 @@ func scanIndexFile(r *Repository, store *memoryStore, id blob.ID, each func(inde
 		return err
 	}
 	return r.loadFile(context.Background(), namedFile{o, id}, indexLimit, indexPlain, func(plain io.Reader) error {
-		return index.Scan(plain, each)
+		_, err := index.Scan(plain, each)
+		return err
 	})
 }
 

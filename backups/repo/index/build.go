@@ -30,6 +30,7 @@ type TableBuilder struct {
 	repository blob.ID
 	base       *Table
 	runSize    int // entries of a run
+	withHidden bool
 
 	mu    sync.Mutex
 	run   []record
@@ -63,14 +64,18 @@ func NewTableBuilder(folder string, repository blob.ID, base *Table) (*TableBuil
 // Close removes the temporary files.
 func (b *TableBuilder) Close() error { return errors.Join(b.spill.close(), b.names.close()) }
 
-// Add adds the blobs of a pack. A hidden pack adds none.
+// WithHidden makes a table that has the blobs of hidden packs, too, as far as no other pack has them. Such a table is
+// for a sweep alone: it has no base and no name.
+func (b *TableBuilder) WithHidden() { b.withHidden = true }
+
+// Add adds the blobs of a pack. A hidden pack adds none, except WithHidden.
 func (b *TableBuilder) Add(p Pack) error {
-	if p.Hidden || len(p.Entries) == 0 {
+	if p.Hidden && !b.withHidden || len(p.Entries) == 0 && !b.withHidden {
 		return nil
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.packs >= treeBit {
+	if b.packs >= hiddenBit {
 		return api.Errorf(api.Full, "index table: %d packs are too many; prune the repository", b.packs)
 	}
 	if _, err := b.names.Write(p.ID[:]); err != nil {
@@ -83,6 +88,9 @@ func (b *TableBuilder) Add(p Pack) error {
 			}
 		}
 		number := uint32(b.packs) | uint32(e.Kind)*treeBit
+		if p.Hidden {
+			number |= hiddenBit
+		}
 		b.run = append(b.run, record{e.ID, number, e.Offset, e.Length, e.Plain})
 	}
 	b.packs++
@@ -97,7 +105,7 @@ func (b *TableBuilder) AddFile(id blob.ID) {
 }
 
 func (b *TableBuilder) sortRun() {
-	slices.SortFunc(b.run, func(x, y record) int { return x.compare(&y) })
+	slices.SortFunc(b.run, func(x, y record) int { return x.order(&y) })
 }
 
 func (b *TableBuilder) spillRun() error {

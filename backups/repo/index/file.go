@@ -1,6 +1,8 @@
 package index
 
 import (
+	"crypto/sha256"
+	"encoding/binary"
 	"io"
 	"strconv"
 	"time"
@@ -20,10 +22,11 @@ type Pack struct {
 	Time    time.Time    // since when the pack is hidden
 }
 
-// Scan reads an index file and calls each with the packs in the file. Scan ignores unknown fields, and "supersedes",
+// Scan reads an index file and calls each with the packs in the file. session is the session of Drover that wrote the
+// file, if any. Scan ignores unknown fields, and "supersedes",
 // which no current program writes. An error of kind Corrupt says that the file is no index file; other errors are those
 // of file and of each.
-func Scan(file io.Reader, each func(Pack) error) error {
+func Scan(file io.Reader, each func(Pack) error) (session string, err error) {
 	f := fileScanner{scanner: newScanner(file), each: each}
 	f.object(func(key []byte) {
 		switch string(key) {
@@ -31,12 +34,14 @@ func Scan(file io.Reader, each func(Pack) error) error {
 			f.array(func() { f.pack(false) })
 		case "packs_to_delete":
 			f.array(func() { f.pack(true) })
+		case sessionField:
+			session = string(f.text())
 		default:
 			f.skip(0)
 		}
 	})
 	f.expectEnd()
-	return f.err
+	return session, f.err
 }
 
 type fileScanner struct {
@@ -125,8 +130,28 @@ func (f *fileScanner) time() (t time.Time) {
 	return t
 }
 
+// sessionField names the session that wrote an index file. Other programs ignore the field.
+const sessionField = "droverSession"
+
+// Sum is the same for equal lists of entries.
+func (p *Pack) Sum() (sum blob.ID) {
+	h := sha256.New()
+	var numbers [13]byte
+	for _, e := range p.Entries {
+		h.Write(e.ID[:])
+		binary.LittleEndian.PutUint32(numbers[:], e.Offset)
+		binary.LittleEndian.PutUint32(numbers[4:], e.Length)
+		binary.LittleEndian.PutUint32(numbers[8:], e.Plain)
+		numbers[12] = byte(e.Kind)
+		h.Write(numbers[:])
+	}
+	h.Sum(sum[:0])
+	return sum
+}
+
 // FileBuilder collects the packs for the next index file.
 type FileBuilder struct {
+	Session        string // letters and digits; empty: none
 	live, hidden   []byte
 	packs, entries int
 }
@@ -150,7 +175,11 @@ func (f *FileBuilder) Full(n int) bool { return f.packs > 0 && f.entries+n > Fil
 
 // Bytes is the file's content.
 func (f *FileBuilder) Bytes() []byte {
-	b := append(append([]byte(`{"packs":[`), f.live...), ']')
+	b := []byte("{")
+	if f.Session != "" {
+		b = append(append(append(b, `"`+sessionField+`":"`...), f.Session...), `",`...)
+	}
+	b = append(append(append(b, `"packs":[`...), f.live...), ']')
 	if len(f.hidden) > 0 {
 		b = append(append(append(b, `,"packs_to_delete":[`...), f.hidden...), ']')
 	}

@@ -19,7 +19,7 @@ import (
 )
 
 func scanAll(content string) (all []Pack, err error) {
-	err = Scan(iotest.HalfReader(strings.NewReader(content)), func(p Pack) error {
+	_, err = Scan(iotest.HalfReader(strings.NewReader(content)), func(p Pack) error {
 		p.Entries = slices.Clone(p.Entries)
 		all = append(all, p)
 		return nil
@@ -130,10 +130,10 @@ func TestScanRefusesDamage(t *testing.T) {
 // TestScanPassesErrorsOn: errors of the stream and of the caller arrive as such.
 func TestScanPassesErrorsOn(t *testing.T) {
 	broken := errors.New("broken")
-	if err := Scan(iotest.ErrReader(broken), nil); !errors.Is(err, broken) {
+	if _, err := Scan(iotest.ErrReader(broken), nil); !errors.Is(err, broken) {
 		t.Errorf("%v, want the error of the stream", err)
 	}
-	if err := Scan(strings.NewReader(accepted[0]), func(Pack) error { return broken }); !errors.Is(err, broken) {
+	if _, err := Scan(strings.NewReader(accepted[0]), func(Pack) error { return broken }); !errors.Is(err, broken) {
 		t.Errorf("%v, want the error of the caller", err)
 	}
 }
@@ -175,6 +175,7 @@ func BenchmarkScan(b *testing.B) {
 	content := written(randomPacks(rand.New(rand.NewPCG(1, 1)), 3000, 16))
 	b.SetBytes(int64(len(content)))
 	for b.Loop() {
-		must(b, Scan(strings.NewReader(content), func(Pack) error { return nil }))
+		_, err := Scan(strings.NewReader(content), func(Pack) error { return nil })
+		must(b, err)
 	}
 }

@@ -14,7 +14,7 @@ type mergeSource struct {
 }
 
 func (s *mergeSource) less(o *mergeSource) bool {
-	c := s.compare(&o.record)
+	c := s.order(&o.record)
 	return c < 0 || c == 0 && s.rank < o.rank
 }
 

@@ -39,12 +39,26 @@ type Location struct {
 // record is an entry of a table.
 type record struct {
 	id                          blob.ID
-	pack, offset, length, plain uint32 // treeBit of pack is set for trees
+	pack, offset, length, plain uint32 // pack has a number and two bits
 }
 
-const treeBit = 1 << 31
+// Bits of record.pack.
+const (
+	treeBit   = 1 << 31
+	hiddenBit = 1 << 30 // the pack is hidden
+)
 
 func (r *record) kind() blob.Kind { return blob.Kind(r.pack / treeBit) }
+func (r *record) number() uint32  { return r.pack &^ (treeBit | hiddenBit) }
+func (r *record) hidden() bool    { return r.pack&hiddenBit != 0 }
+
+// order is compare for entries of one blob, too: that of a hidden pack comes last.
+func (r *record) order(o *record) int {
+	if c := r.compare(o); c != 0 {
+		return c
+	}
+	return int(r.pack&hiddenBit) - int(o.pack&hiddenBit)
+}
 
 func (r *record) compare(o *record) int {
 	if c := bytes.Compare(r.id[:], o.id[:]); c != 0 {
@@ -156,13 +170,50 @@ func (t *Table) Close() error { return t.file.Close() }
 
 // Has reports whether the table has a blob. An error of kind Corrupt says that the table is damaged.
 func (t *Table) Has(id blob.ID, kind blob.Kind) (bool, error) {
-	_, ok, err := t.search(id, kind)
+	_, _, ok, err := t.search(id, kind)
 	return ok, err
+}
+
+// Number returns the place of a blob among all blobs, in the order of Each. Errors are those of Has.
+func (t *Table) Number(id blob.ID, kind blob.Kind) (number int64, ok bool, err error) {
+	_, number, ok, err = t.search(id, kind)
+	return number, ok, err
+}
+
+// Row is an entry of a table.
+type Row struct {
+	pack.Entry
+	Number int64  // of the blob
+	Pack   uint32 // index of the pack in Packs
+	Hidden bool   // only hidden packs have the blob
+}
+
+// Each calls row with all entries, in the order of the ids. Errors are those of Has and row.
+func (t *Table) Each(row func(Row) error) error {
+	next := t.stream()
+	for number := int64(0); ; number++ {
+		var r record
+		if ok, err := next(&r); err != nil || !ok {
+			return err
+		}
+		e := pack.Entry{ID: r.id, Kind: r.kind(), Offset: r.offset, Length: r.length, Plain: r.plain}
+		if err := row(Row{e, number, r.number(), r.hidden()}); err != nil {
+			return err
+		}
+	}
+}
+
+// Packs are the names of all packs. A pack that two index files name is there twice.
+func (t *Table) Packs() (names []blob.ID, err error) {
+	return names, t.each(t.packs, func(item []byte) error {
+		names = append(names, blob.ID(item))
+		return nil
+	})
 }
 
 // Find returns the location of a blob. Errors are those of Has.
 func (t *Table) Find(id blob.ID, kind blob.Kind) (Location, bool, error) {
-	r, ok, err := t.search(id, kind)
+	r, _, ok, err := t.search(id, kind)
 	if err != nil || !ok {
 		return Location{}, false, err
 	}
@@ -170,11 +221,11 @@ func (t *Table) Find(id blob.ID, kind blob.Kind) (Location, bool, error) {
 	if err := l.Check(); err != nil {
 		return Location{}, false, err
 	}
-	l.Pack, err = t.packName(r.pack &^ treeBit)
+	l.Pack, err = t.packName(r.number())
 	return l, err == nil, err
 }
 
-func (t *Table) search(id blob.ID, kind blob.Kind) (r record, ok bool, err error) {
+func (t *Table) search(id blob.ID, kind blob.Kind) (r record, number int64, ok bool, err error) {
 	prefix := binary.BigEndian.Uint64(id[:])
 	// The page before the first one that begins at or behind the prefix may have the blob, and every page that begins
 	// with the prefix: almost always a single page.
@@ -184,28 +235,28 @@ func (t *Table) search(id blob.ID, kind blob.Kind) (r record, ok bool, err error
 	for i := max(first-1, 0); i < len(t.prefixes) && t.prefixes[i] <= prefix; i++ {
 		items, err := t.readPage(page, t.records.first+int64(i))
 		if err != nil {
-			return r, false, err
+			return r, 0, false, err
 		}
-		if r, ok := searchPage(items, id, kind); ok {
-			return r, true, nil
+		if r, at, ok := searchPage(items, id, kind); ok {
+			return r, int64(i)*t.records.perPage() + int64(at), true, nil
 		}
 	}
-	return r, false, nil
+	return r, 0, false, nil
 }
 
 // searchPage finds a blob among the items of a page.
-func searchPage(items []byte, id blob.ID, kind blob.Kind) (r record, ok bool) {
+func searchPage(items []byte, id blob.ID, kind blob.Kind) (r record, at int, ok bool) {
 	n := len(items) / recordSize
-	at := sort.Search(n, func(i int) bool { return bytes.Compare(items[i*recordSize:][:idSize], id[:]) >= 0 })
+	at = sort.Search(n, func(i int) bool { return bytes.Compare(items[i*recordSize:][:idSize], id[:]) >= 0 })
 	for ; at < n; at++ {
 		if r.decode(items[at*recordSize:]); r.id != id {
-			return r, false
+			return r, 0, false
 		}
 		if r.kind() == kind {
-			return r, true
+			return r, at, true
 		}
 	}
-	return r, false
+	return r, 0, false
 }
 
 func (t *Table) packName(number uint32) (id blob.ID, err error) {

@@ -1,0 +1,134 @@
+package repo
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"slices"
+
+	"golang.org/x/sync/errgroup"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/repo/index"
+)
+
+// Bounds of ReadMany.
+const (
+	runLength  = 8 << 20  // bytes of one request, except for a larger blob
+	runGap     = 64 << 10 // unwanted bytes between two blobs of one request
+	runReaders = 4        // requests at once
+)
+
+// foundBlob is a wanted blob, and its places among the wanted ids.
+type foundBlob struct {
+	index.Location
+	places []int
+}
+
+// ReadMany reads blobs of a kind with one request for neighbours in a pack, and calls each once for every place of ids,
+// in any order and from several goroutines. plain is valid during the call. err has the kinds and types of Read's
+// errors for a missing or damaged blob. Other errors, and those that each returns, end ReadMany.
+func (b *Blobs) ReadMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
+	each func(place int, plain []byte, err error) error) error {
+	found, err := b.findMany(ctx, kind, ids, each)
+	if err != nil {
+		return err
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(runReaders)
+	for _, run := range splitRuns(found) {
+		group.Go(func() error { return b.readRun(ctx, run, each) })
+	}
+	return group.Wait()
+}
+
+// findMany finds the blobs in the order of the packs, and calls each for those that the index does not have.
+func (b *Blobs) findMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
+	each func(int, []byte, error) error) ([]*foundBlob, error) {
+	found := map[blob.ID]*foundBlob{}
+	for i, id := range ids {
+		f := found[id]
+		if f == nil {
+			l, ok, err := b.Find(ctx, id, kind)
+			if err != nil {
+				return nil, err
+			}
+			if !ok {
+				if err := each(i, nil, b.missing(id, kind)); err != nil {
+					return nil, err
+				}
+				continue
+			}
+			f = &foundBlob{Location: l}
+			found[id] = f
+		}
+		f.places = append(f.places, i)
+	}
+	sorted := make([]*foundBlob, 0, len(found))
+	for _, f := range found {
+		sorted = append(sorted, f)
+	}
+	slices.SortFunc(sorted, func(a, b *foundBlob) int {
+		return cmp.Or(bytes.Compare(a.Pack[:], b.Pack[:]), cmp.Compare(a.Offset, b.Offset))
+	})
+	return sorted, nil
+}
+
+// splitRuns splits sorted blobs into those that one request reads.
+func splitRuns(sorted []*foundBlob) (runs [][]*foundBlob) {
+	from := 0
+	for i, f := range sorted {
+		if i+1 < len(sorted) && isNeighbour(sorted[from], f, sorted[i+1]) {
+			continue
+		}
+		runs = append(runs, sorted[from:i+1])
+		from = i + 1
+	}
+	return runs
+}
+
+func isNeighbour(first, last, next *foundBlob) bool {
+	end := int64(last.Offset) + int64(last.Length)
+	gap := int64(next.Offset) - end
+	return next.Pack == last.Pack && gap >= 0 && gap <= runGap &&
+		int64(next.Offset)+int64(next.Length)-int64(first.Offset) <= runLength
+}
+
+// readRun reads neighbours. If this fails for a reason that may concern only some of them, readRun reads them one by
+// one.
+func (b *Blobs) readRun(ctx context.Context, run []*foundBlob, each func(int, []byte, error) error) error {
+	from, last := int64(run[0].Offset), run[len(run)-1]
+	sealed, err := readRange(ctx, b.r.store, packName(last.Pack), from, int64(last.Offset)+int64(last.Length)-from)
+	if err != nil && !IsDamage(err) {
+		return api.Errorf(api.KindOf(err), "repository %.8s: pack %.8s: %w", b.r.ID(), last.Pack, err)
+	}
+	scratch := scratchPool.Get().(*[]byte)
+	defer scratchPool.Put(scratch)
+	for _, f := range run {
+		var plain []byte
+		var damage error
+		if err == nil {
+			at := int64(f.Offset) - from
+			plain, damage = b.r.openBlob(f.Location, sealed[at:at+int64(f.Length)], *scratch)
+		}
+		if err != nil || damage != nil {
+			plain, damage = b.Read(ctx, f.ID, f.Kind, *scratch)
+			if damage != nil && !IsDamage(damage) {
+				return damage
+			}
+		}
+		if f.Plain > 0 && cap(plain) > cap(*scratch) {
+			*scratch = plain[:0]
+		}
+		for _, place := range f.places {
+			if err := each(place, plain, damage); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// IsDamage reports whether err says that the repository lost or damaged a blob, so that other blobs can still be read.
+func IsDamage(err error) bool { return api.Is(err, api.Corrupt) || api.Is(err, api.NotFound) }

@@ -1,0 +1,461 @@
+package repo
+
+import (
+	"context"
+	"errors"
+	"math"
+	"path/filepath"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/repo/index"
+	"drover.io/drover/backups/target"
+)
+
+// A sweep deletes the packs that no snapshot needs, in two steps, beside running sessions:
+//
+//  1. Hide. The sweep marks the blobs of all snapshots, copies the needed blobs of packs that are mostly garbage, and
+//     writes index files in which the packs without needed blobs are hidden: no new session relies on them.
+//  2. Delete. When every session of that moment has ended, the sweep marks again. A hidden pack that a snapshot needs
+//     after all goes back into the index; the other ones are deleted.
+//
+// Two belts hold the promise that no session loses a blob. A session of Drover notices that an index file vanished,
+// before and after it writes its snapshot, and stores hidden blobs again (Blobs.IsCurrent); the sweep looks for
+// snapshots before and after it replaces index files: so one of the two sees the other. And step 2 looks at the
+// snapshots after all sessions that may rely on a hidden pack. The packs of a session that runs are neither hidden nor
+// deleted: their index files name the session.
+//
+// The clock of no machine matters. A sweep that ends early leaves hidden packs, which the next one deletes.
+
+// DefaultThreshold is the percentage of a pack's bytes in use below which a sweep copies the blobs in use.
+const DefaultThreshold = 60
+
+// deleteBatch is how many objects a sweep deletes with one call of the store.
+const deleteBatch = 1000
+
+// SweepOptions bound a sweep.
+type SweepOptions struct {
+	// Known are snapshots that the caller knows and nobody deleted. A first list without one of them is wrong, and ends
+	// the sweep with an error of kind Unavailable; so does a list without any snapshot, unless Empty is set.
+	Known []blob.ID
+	Empty bool // the caller knows that all snapshots were deleted
+
+	Threshold int           // percent; 0: DefaultThreshold
+	Poll      time.Duration // between two looks at the sessions that the sweep waits for; 0: 5 s
+	Writer    WriterOptions // for the packs of copied blobs
+}
+
+// SweepStats counts the work of a sweep.
+type SweepStats struct {
+	Snapshots     int
+	HiddenPacks   int   // in step 1
+	CopiedBlobs   int64 // from packs that were mostly garbage
+	ReturnedPacks int   // hidden packs that a snapshot needs
+	DeletedPacks  int   // also of sessions that did not end well
+	FreedBytes    int64
+}
+
+// sweep is the state of a sweep.
+type sweep struct {
+	r     *Repository
+	o     SweepOptions
+	lock  *Lock
+	stats SweepStats
+}
+
+// Sweep deletes the packs that no snapshot needs. An error of kind Busy says that another sweep or another program
+// uses // the repository, or that a new backup needs garbage; one of kind Corrupt that a snapshot is damaged; one of
+// kind Unavailable that the store's lists cannot be right; one of kind Denied that the credentials permit no deletion.
+// After an error, packs may be hidden: the next sweep deletes or returns them.
+func (r *Repository) Sweep(ctx context.Context, o SweepOptions) (stats SweepStats, err error) {
+	if o.Threshold == 0 {
+		o.Threshold = DefaultThreshold
+	}
+	if o.Poll == 0 {
+		o.Poll = 5 * time.Second
+	}
+	lock, err := r.Lock(ctx, Sweeping)
+	if err != nil {
+		return stats, err
+	}
+	s := &sweep{r: r, o: o, lock: lock}
+	s.o.Writer.Lock = lock
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeLockTimeout)
+		defer cancel()
+		stats, err = s.stats, errors.Join(err, lock.Close(ctx))
+	}()
+	err = s.run(lock.Context())
+	if err != nil {
+		err = api.Errorf(api.KindOf(err), "repository %.8s: the sweep ended early: %w", r.ID(), err)
+	}
+	return stats, err
+}
+
+const closeLockTimeout = time.Minute
+
+func (s *sweep) run(ctx context.Context) error {
+	if err := s.checkPermission(ctx); err != nil {
+		return err
+	}
+	hidden, err := s.hide(ctx)
+	if err != nil {
+		return err
+	}
+	if len(hidden) == 0 {
+		return nil
+	}
+	if err := s.waitForSessions(ctx); err != nil {
+		return err
+	}
+	return s.deleteHidden(ctx, hidden)
+}
+
+// checkPermission deletes an object of its own: a store without permission to delete would keep all old index files.
+func (s *sweep) checkPermission(ctx context.Context) error {
+	id, err := s.lock.save(ctx)
+	if err != nil {
+		return err
+	}
+	if err := s.r.store.Delete(ctx, locksFolder+id.String()); err != nil {
+		s.lock.deleteLater(locksFolder + id.String())
+		return err
+	}
+	return nil
+}
+
+// listPacks returns the sizes of all packs in the store.
+func (s *sweep) listPacks(ctx context.Context) (map[blob.ID]int64, error) {
+	sizes := map[blob.ID]int64{}
+	err := s.r.store.List(ctx, dataFolder, func(o target.Object) error {
+		if id, err := blob.Parse(filepath.Base(o.Name)); err == nil && packName(id) == o.Name {
+			sizes[id] = o.Size
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, api.Errorf(api.KindOf(err), "the packs cannot be listed: %w", err)
+	}
+	return sizes, nil
+}
+
+// hide is step 1. hidden are the packs that step 2 deletes if no snapshot needs them: hidden ones, and packs that no
+// index file names.
+func (s *sweep) hide(ctx context.Context) (hidden map[blob.ID]struct{}, err error) {
+	v, err := s.view(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer v.close(&err)
+	if err := s.checkKnown(v); err != nil {
+		return nil, err
+	}
+	for _, other := range v.sessions {
+		if !other.drover {
+			return nil, api.Errorf(api.Busy, "%s uses the repository; try again later", other.holder)
+		}
+	}
+	changes, err := s.plan(ctx, v)
+	if err != nil {
+		return nil, err
+	}
+	added, old, err := s.writeIndex(ctx, v, changes)
+	if err != nil {
+		return nil, err
+	}
+	if needed, err := v.newlyNeeded(ctx, changes); err != nil || len(needed) > 0 {
+		if err == nil {
+			err = api.Errorf(api.Busy, "a new snapshot needs %d packs that were about to be hidden; try again", len(needed))
+		}
+		return nil, errors.Join(err, s.deleteObjects(ctx, added))
+	}
+	if err := s.deleteObjects(ctx, old); err != nil {
+		return nil, err
+	}
+	if err := s.returnNeeded(ctx, v, changes); err != nil {
+		return nil, err
+	}
+	hidden = map[blob.ID]struct{}{}
+	for id, change := range changes {
+		if change == hidePack {
+			hidden[id] = struct{}{}
+		}
+	}
+	for id := range v.sizes {
+		if _, ok := v.packs[id]; !ok {
+			hidden[id] = struct{}{}
+		}
+	}
+	return hidden, nil
+}
+
+// newlyNeeded are the packs to hide that a snapshot needs which came after the plan.
+func (v *view) newlyNeeded(ctx context.Context, changes map[blob.ID]packChange) (map[blob.ID]packChange, error) {
+	if err := v.countUse(ctx); err != nil {
+		return nil, err
+	}
+	needed := map[blob.ID]packChange{}
+	for id, change := range changes {
+		if change == hidePack && v.packs[id].used > v.packs[id].planned {
+			needed[id] = returnPack
+		}
+	}
+	return needed, nil
+}
+
+// returnNeeded returns the packs that a snapshot needs which came while the sweep hid the packs.
+func (s *sweep) returnNeeded(ctx context.Context, v *view, hidden map[blob.ID]packChange) (err error) {
+	needed, err := v.newlyNeeded(ctx, hidden)
+	if err != nil || len(needed) == 0 {
+		return err
+	}
+	s.stats.ReturnedPacks += len(needed)
+	now, err := s.view(ctx)
+	if err != nil {
+		return err
+	}
+	defer now.close(&err)
+	return s.rewriteIndex(ctx, now, needed)
+}
+
+// waitForSessions waits until all sessions of now but the sweep have ended.
+func (s *sweep) waitForSessions(ctx context.Context) error {
+	waiting, err := s.lock.otherSessions(ctx)
+	if err != nil {
+		return err
+	}
+	for len(waiting) > 0 {
+		timer := time.NewTimer(s.o.Poll)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return context.Cause(ctx)
+		case <-timer.C:
+		}
+		now, err := s.lock.otherSessions(ctx)
+		if api.Is(err, api.Unavailable) && ctx.Err() == nil {
+			continue // the store may answer again; without the lock, ctx ends
+		}
+		if err != nil {
+			return err
+		}
+		for name := range waiting {
+			if _, ok := now[name]; !ok {
+				delete(waiting, name)
+			}
+		}
+	}
+	return nil
+}
+
+// deleteHidden is step 2.
+func (s *sweep) deleteHidden(ctx context.Context, hidden map[blob.ID]struct{}) (err error) {
+	v, err := s.view(ctx)
+	if err != nil {
+		return err
+	}
+	defer v.close(&err)
+	changes := map[blob.ID]packChange{}
+	var names []string
+	for id := range hidden {
+		p, indexed := v.packs[id]
+		switch {
+		case indexed && !p.hidden: // a session wrote the index file since
+			continue
+		case indexed && p.used > 0:
+			changes[id] = returnPack
+			s.stats.ReturnedPacks++
+			continue
+		case indexed:
+			changes[id] = dropPack
+		}
+		names = append(names, packName(id))
+		s.stats.FreedBytes += v.sizes[id]
+	}
+	if err := s.rewriteIndex(ctx, v, changes); err != nil {
+		return err
+	}
+	s.stats.DeletedPacks = len(names)
+	return s.deleteObjects(ctx, names)
+}
+
+func (s *sweep) deleteObjects(ctx context.Context, names []string) error {
+	for len(names) > 0 {
+		n := min(len(names), deleteBatch)
+		// After a long pause of the machine, others may have taken the sweep for dead, and changed the index.
+		if err := s.lock.Confirm(ctx); err != nil {
+			return err
+		}
+		if err := s.r.store.Delete(ctx, names[:n]...); err != nil {
+			return err
+		}
+		names = names[n:]
+	}
+	return nil
+}
+
+// view is the index of a moment, with the use of each pack.
+type view struct {
+	sizes    map[blob.ID]int64 // of the packs in the store, in bytes
+	blobs    *Blobs            // with hidden packs
+	files    []namedFile
+	young    map[blob.ID]struct{} // files of sessions that run
+	sessions map[string]runningSession
+	marker   *marker
+	packs    map[blob.ID]*packUse
+}
+
+// packUse tells how much of a pack the snapshots need.
+type packUse struct {
+	hidden bool  // in every index file that names the pack
+	young  bool  // a session that runs has written the pack
+	lost   bool  // the store does not have the pack
+	sealed int64 // bytes of all blobs
+	used   int64 // of those needed blobs that the index finds in the pack
+	files  []int // indexes in view.files
+
+	planned int64 // used, when the sweep decided to hide the pack
+}
+
+func (v *view) close(err *error) { *err = errors.Join(*err, v.blobs.Close()) }
+
+// view lists the packs, then the index files, then the locks, then the snapshots. A pack is in the store before an
+// index file names the pack, and the session of an index file holds its lock until after its snapshot.
+func (s *sweep) view(ctx context.Context) (v *view, err error) {
+	v = &view{young: map[blob.ID]struct{}{}, packs: map[blob.ID]*packUse{}}
+	if v.sizes, err = s.listPacks(ctx); err != nil {
+		return nil, err
+	}
+	authors, err := s.readIndex(ctx, v)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			v.close(&err)
+			v = nil
+		}
+	}()
+	if v.sessions, err = s.lock.otherSessions(ctx); err != nil {
+		return v, err
+	}
+	for i, f := range v.files {
+		if _, runs := v.sessions[authors[i]]; runs {
+			v.young[f.id] = struct{}{}
+		}
+	}
+	for _, p := range v.packs {
+		for _, i := range p.files {
+			_, young := v.young[v.files[i].id]
+			p.young = p.young || young
+		}
+	}
+	v.marker = newMarker(s.r, v.blobs, v.files)
+	if err := v.countUse(ctx); err != nil {
+		return v, err
+	}
+	s.stats.Snapshots = len(v.marker.snapshots)
+	return v, s.checkLists(v)
+}
+
+// checkKnown refuses a list without a known snapshot. Later lists may lack snapshots that were deleted since.
+func (s *sweep) checkKnown(v *view) error {
+	for _, id := range s.o.Known {
+		if _, ok := v.marker.snapshots[id]; !ok {
+			return api.Errorf(api.Unavailable, "the store's list of snapshots lacks snapshot %.8s; "+
+				"check the folder or bucket of the target", id)
+		}
+	}
+	return nil
+}
+
+// checkLists refuses lists that a store with a fault may return: a sweep would delete every pack.
+func (s *sweep) checkLists(v *view) error {
+	if len(v.marker.snapshots) == 0 && len(v.sizes) > 0 && !s.o.Empty {
+		return api.Errorf(api.Unavailable, "the store lists %d packs, %d index files and %d snapshots; "+
+			"check the folder or bucket of the target", len(v.sizes), len(v.files), len(v.marker.snapshots))
+	}
+	return nil
+}
+
+// readIndex reads all index files, and returns the session that wrote each.
+func (s *sweep) readIndex(ctx context.Context, v *view) (authors []string, err error) {
+	if v.files, err = listFolder(ctx, s.r.store, indexFolder); err != nil {
+		return nil, err
+	}
+	b, err := index.NewTableBuilder(filepath.Join(s.r.options.Cache, s.r.ID()), s.r.tableOwner(), nil)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, b.Close()) }()
+	b.WithHidden()
+	authors = make([]string, len(v.files))
+	for i, f := range v.files {
+		authors[i], err = s.r.scanIndexFile(ctx, f, func(p index.Pack) error {
+			use := v.packs[p.ID]
+			if use == nil {
+				use = &packUse{hidden: true}
+				v.packs[p.ID] = use
+				if use.lost, err = s.isLost(ctx, v, p.ID); err != nil {
+					return err
+				}
+			}
+			sealed := int64(0)
+			for _, e := range p.Entries {
+				sealed += int64(e.Length)
+			}
+			use.sealed = max(use.sealed, sealed)
+			use.hidden = use.hidden && p.Hidden
+			use.files = append(use.files, i)
+			if use.lost { // other packs may have the blobs
+				return nil
+			}
+			return b.Add(p)
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	t, err := b.Finish("")
+	if err != nil {
+		return nil, err
+	}
+	v.blobs = s.r.blobsOf(t)
+	v.blobs.limit = math.MaxInt // the marks belong to this table
+	return authors, nil
+}
+
+// isLost reports whether the store does not have a pack. A pack that is younger than the list of packs is not in the
+// list.
+func (s *sweep) isLost(ctx context.Context, v *view, id blob.ID) (bool, error) {
+	if _, listed := v.sizes[id]; listed {
+		return false, nil
+	}
+	_, err := s.r.store.Stat(ctx, packName(id))
+	if api.Is(err, api.NotFound) {
+		return true, nil
+	}
+	return false, err
+}
+
+// countUse counts the bytes of each pack that the snapshots of now need.
+func (v *view) countUse(ctx context.Context) error {
+	if err := v.marker.catchUp(ctx); err != nil {
+		return err
+	}
+	for _, p := range v.packs {
+		p.used = 0
+	}
+	table := v.marker.table
+	names, err := table.Packs()
+	if err != nil {
+		return err
+	}
+	return table.Each(func(row index.Row) error {
+		if v.marker.marks.has(row.Number) {
+			v.packs[names[row.Pack]].used += int64(row.Length)
+		}
+		return nil
+	})
+}
