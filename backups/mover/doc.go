@@ -1,0 +1,35 @@
+// Package mover copies volumes and images into a repository, and back.
+//
+// Backup reads the chunks that changed since a base, stores those that the repository lacks, writes the manifest, and
+// commits with one snapshot. Restore writes all chunks of a backup into a sink.
+//
+// Invariants:
+//
+//   - A backup that was not committed leaves no trace but blobs without a snapshot, which the next backup finds.
+//   - A snapshot that Backup returns without an error has every blob that the session stored or found in an index
+//     file, and every blob that its base has. A damaged base is the concern of verification.
+//   - A chunk whose digest the source knows, and whose blob the repository has, is neither read nor hashed.
+//
+// Goroutines: Backup and Restore wait for all that they start. A Progress is the only state that outlives a call.
+package mover
+
+import (
+	"sync/atomic"
+
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/block"
+)
+
+// Source is a volume or image at one instant.
+type Source interface {
+	block.Source
+	// Digest returns the SHA-256 of a chunk's bytes (block.ChunkSize; the last chunk may be short), if the source has
+	// this digest. ReadAt compares the bytes of such a chunk with a checksum that is as old as the digest.
+	Digest(chunk int64) (digest blob.ID, known bool)
+}
+
+// Progress of a Backup or Restore. Methods are safe for concurrent use.
+type Progress struct{ total, done atomic.Int64 }
+
+// Bytes returns how many bytes are done, of how many that Backup or Restore knows of so far.
+func (p *Progress) Bytes() (done, total int64) { return p.done.Load(), p.total.Load() }

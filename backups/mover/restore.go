@@ -1,0 +1,125 @@
+package mover
+
+import (
+	"context"
+	"slices"
+	"sync"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/manifest"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/block"
+)
+
+// RestoreOptions describe a restore.
+type RestoreOptions struct {
+	// AllowDamaged leaves chunks that the repository lost or damaged as holes. Without AllowDamaged, the first one ends
+	// the restore.
+	AllowDamaged bool
+	Progress     *Progress
+}
+
+// Restore writes all chunks of a backup but zeros into sink, whose other bytes read as zeros. Restore returns the
+// damaged chunks, in ascending order. The content is durable when Restore returns. The caller loaded blobs under a
+// lock that the caller still holds.
+func Restore(ctx context.Context, blobs *repo.Blobs, m *manifest.Manifest, sink block.Sink, o RestoreOptions) (
+	damaged []int64, err error) {
+	if o.Progress == nil {
+		o.Progress = &Progress{}
+	}
+	d := &download{blobs: blobs, m: m, sink: sink, o: o, damaged: map[int64]struct{}{}}
+	o.Progress.total.Add(m.Size)
+	segments := manifest.Segments(m.Size)
+	for first := int64(0); first < segments; first += manifest.GroupSegments {
+		if err := d.restoreGroup(ctx, first, min(manifest.GroupSegments, segments-first)); err != nil {
+			return nil, err
+		}
+	}
+	for c := range d.damaged {
+		damaged = append(damaged, c)
+	}
+	slices.Sort(damaged)
+	return damaged, sink.Sync(ctx)
+}
+
+type download struct {
+	blobs *repo.Blobs
+	m     *manifest.Manifest
+	sink  block.Sink
+	o     RestoreOptions
+
+	mu      sync.Mutex
+	damaged map[int64]struct{}
+}
+
+// restoreGroup restores segments of a group, in the order of the repository's packs.
+func (d *download) restoreGroup(ctx context.Context, first, count int64) error {
+	list := make([]int64, count)
+	for i := range list {
+		list[i] = first + int64(i)
+	}
+	var mu sync.Mutex
+	var wanted wantedParts
+	err := d.m.Segments(ctx, list, func(segment int64, chunks []manifest.Chunk, err error) error {
+		if err != nil {
+			return d.damage(segment*manifest.SegmentChunks, manifest.SegmentChunks, err)
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		for i := range chunks {
+			d.want(segment*manifest.SegmentChunks+int64(i), &chunks[i], &wanted)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return d.blobs.ReadMany(ctx, blob.Data, wanted.ids, func(i int, plain []byte, err error) error {
+		part := wanted.parts[i]
+		if err == nil && int64(len(plain)) != part.Length {
+			err = api.Errorf(api.Corrupt, "data blob %s: %d bytes instead of %d", part.ID, len(plain), part.Length)
+		}
+		if err != nil {
+			return d.damage(part.Offset/block.ChunkSize, 1, err)
+		}
+		if _, err := d.sink.WriteAt(plain, part.Offset); err != nil {
+			return err
+		}
+		d.o.Progress.done.Add(part.Length)
+		return nil
+	})
+}
+
+// wantedParts are parts with their offsets in the backup, and their ids.
+type wantedParts struct {
+	ids   []blob.ID
+	parts []manifest.Part
+}
+
+// want adds the parts of a chunk, unless the chunk is zeros.
+func (d *download) want(number int64, c *manifest.Chunk, wanted *wantedParts) {
+	off := number * block.ChunkSize
+	n := min(block.ChunkSize, d.m.Size-off)
+	if c.Digest == manifest.Zeros(n).Digest {
+		d.o.Progress.done.Add(n)
+		return
+	}
+	for p := range c.Parts(n) {
+		p.Offset += off
+		wanted.ids, wanted.parts = append(wanted.ids, p.ID), append(wanted.parts, p)
+	}
+}
+
+// damage counts chunks as damaged, or returns err if the caller allows no damage.
+func (d *download) damage(first, count int64, err error) error {
+	if !d.o.AllowDamaged || !repo.IsDamage(err) {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for c := first; c < min(first+count, manifest.Chunks(d.m.Size)); c++ {
+		d.damaged[c] = struct{}{}
+	}
+	return nil
+}
