@@ -58,7 +58,7 @@ func Fits(base, size int64) bool { return base == size || base < size && base%bl
 
 // Put writes a segment whose chunks are all given. Their blobs are stored already, except for chunks of zeros.
 func (b *Builder) Put(ctx context.Context, segment int64, chunks []Chunk) error {
-	length := segmentLength(b.size, segment)
+	length := SegmentLength(b.size, segment)
 	if segment < 0 || length <= 0 || int64(len(chunks)) != Chunks(length) {
 		return api.Errorf(api.Invalid, "segment %d with %d chunks does not fit a backup of %d bytes", segment, len(chunks),
 			b.size)
@@ -76,7 +76,7 @@ func (b *Builder) Put(ctx context.Context, segment int64, chunks []Chunk) error 
 // write writes the folder of a segment of length bytes.
 func (b *Builder) write(ctx context.Context, length int64, chunks []Chunk) (id blob.ID, err error) {
 	for i := range chunks {
-		n := chunkLength(length, int64(i))
+		n := ChunkLength(length, int64(i))
 		if err := chunks[i].check(n); err != nil {
 			return id, err
 		}
@@ -170,14 +170,14 @@ func (b *Builder) growBase(ctx context.Context) error {
 		return nil
 	}
 	last := Segments(b.base.Size) - 1
-	if _, ok := b.trees[last]; ok || segmentLength(b.base.Size, last) == segmentLength(b.size, last) {
+	if _, ok := b.trees[last]; ok || SegmentLength(b.base.Size, last) == SegmentLength(b.size, last) {
 		return nil
 	}
 	return b.base.Segments(ctx, []int64{last}, func(_ int64, chunks []Chunk, err error) error {
 		if err != nil {
 			return baseError(err)
 		}
-		return b.Put(ctx, last, Extend(chunks, segmentLength(b.size, last)))
+		return b.Put(ctx, last, Extend(chunks, SegmentLength(b.size, last)))
 	})
 }
 
@@ -185,7 +185,7 @@ func (b *Builder) growBase(ctx context.Context) error {
 func Extend(chunks []Chunk, length int64) []Chunk {
 	chunks = slices.Clip(chunks)
 	for c := int64(len(chunks)); c < Chunks(length); c++ {
-		chunks = append(chunks, Zeros(chunkLength(length, c)))
+		chunks = append(chunks, Zeros(ChunkLength(length, c)))
 	}
 	return chunks
 }
@@ -229,7 +229,7 @@ func (b *Builder) changes(first, count int64) bool {
 
 // zeroSegment writes a segment of zeros. All whole ones are one tree.
 func (b *Builder) zeroSegment(ctx context.Context, segment int64) (blob.ID, error) {
-	length := segmentLength(b.size, segment)
+	length := SegmentLength(b.size, segment)
 	if length == SegmentSize && b.zeroTree != nil {
 		return *b.zeroTree, nil
 	}

@@ -11,10 +11,10 @@
 //
 // A backup with a base writes only the segments that changed, and the folders above them. Equal segments are one blob.
 //
-// Invariants: every chunk of a Manifest that Builder made is a blob that the Builder's Writer knows; Segments returns
-// only chunks whose number and sizes fit the volume, whatever the repository has.
+// Invariants: the Builder's Writer knows every blob of a segment that the Builder wrote; Segments returns only chunks
+// whose number and sizes fit the volume, whatever the repository has.
 //
-// The package starts no goroutine of its own; Repository.ReadMany calls back from several. Builder.mu and Manifest.mu
+// The package starts no goroutine of its own; Blobs.ReadMany calls back from several. Builder.mu and Manifest.mu
 // are leaves: no call runs with one of them held.
 package manifest
 
@@ -122,7 +122,7 @@ type Description struct {
 	SegmentChunks int64  `json:"segmentChunks"`
 	GroupSegments int64  `json:"groupSegments"`
 	Size          int64  `json:"size"` // bytes
-	// Object has all that a restore needs beside the bytes, as JSON.
+	// Object is JSON of the caller, from which a restore makes the object of the volume or image again.
 	Object json.RawMessage `json:"object,omitempty"`
 }
 
@@ -173,11 +173,11 @@ func Segments(size int64) int64 { return (size + SegmentSize - 1) / SegmentSize 
 
 func groups(size int64) int64 { return (Segments(size) + GroupSegments - 1) / GroupSegments }
 
-// chunkLength is the length of chunk c of size bytes: the last one may be short.
-func chunkLength(size, c int64) int64 { return min(block.ChunkSize, size-c*block.ChunkSize) }
+// ChunkLength is the length of chunk c of size bytes: the last one may be short.
+func ChunkLength(size, c int64) int64 { return min(block.ChunkSize, size-c*block.ChunkSize) }
 
-// segmentLength is the length of segment s of size bytes.
-func segmentLength(size, s int64) int64 { return min(SegmentSize, size-s*SegmentSize) }
+// SegmentLength is the length of segment s of size bytes.
+func SegmentLength(size, s int64) int64 { return min(SegmentSize, size-s*SegmentSize) }
 
 var zeroBytes = sync.OnceValue(func() []byte { return make([]byte, block.ChunkSize) })
 

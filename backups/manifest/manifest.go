@@ -204,7 +204,7 @@ func decodeFolder(plain []byte) (content []blob.ID, sums *blob.ID, err error) {
 func (m *Manifest) finishSegment(s openSegment, sums []byte, err error, each func(int64, []Chunk, error) error) error {
 	var chunks []Chunk
 	if err == nil {
-		chunks, err = decodeSegment(s.content, sums, segmentLength(m.Size, s.segment))
+		chunks, err = decodeSegment(s.content, sums, SegmentLength(m.Size, s.segment))
 	}
 	if err != nil {
 		return each(s.segment, nil, api.Errorf(api.KindOf(err), "backup %.8s: segment %d: %w", m.Snapshot, s.segment, err))

@@ -77,7 +77,7 @@ func decodeSegment(content []blob.ID, sums []byte, n int64) ([]Chunk, error) {
 			len(sums), len(chunks))
 	}
 	for i := range chunks {
-		count, length := int64(1), chunkLength(n, int64(i))
+		count, length := int64(1), ChunkLength(n, int64(i))
 		if sums == nil {
 			chunks[i].Digest = content[0]
 		} else {

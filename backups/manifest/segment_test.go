@@ -31,7 +31,7 @@ func randomChunks(random *rand.Rand, n int64, fragmented int) []Chunk {
 		c := Chunk{Digest: randomID(random)}
 		if random.IntN(100) < fragmented {
 			c.FragmentSize = MinFragment << random.IntN(7)
-			length := chunkLength(n, int64(i))
+			length := ChunkLength(n, int64(i))
 			for range (length + int64(c.FragmentSize) - 1) / int64(c.FragmentSize) {
 				c.Fragments = append(c.Fragments, randomID(random))
 			}
@@ -69,7 +69,7 @@ func TestSegmentIsReadAsWritten(t *testing.T) {
 		off := int64(0)
 		for i := range got {
 			in := int64(0)
-			for p := range got[i].Parts(chunkLength(n, int64(i))) {
+			for p := range got[i].Parts(ChunkLength(n, int64(i))) {
 				if p.Offset != in || p.Length <= 0 {
 					t.Fatalf("chunk %d has the part %+v at %d", i, p, in)
 				}

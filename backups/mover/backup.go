@@ -73,6 +73,7 @@ func Backup(ctx context.Context, r *repo.Repository, src Source, o BackupOptions
 	}
 	o.Writer.Lock = lock
 	for range attempts {
+		o.Progress.reset()
 		result, err = attempt(lock.Context(), r, src, o)
 		var damaged *manifest.BaseError
 		switch {

@@ -31,5 +31,11 @@ type Source interface {
 // Progress of a Backup or Restore. Methods are safe for concurrent use.
 type Progress struct{ total, done atomic.Int64 }
 
+// reset forgets an attempt that failed.
+func (p *Progress) reset() {
+	p.total.Store(0)
+	p.done.Store(0)
+}
+
 // Bytes returns how many bytes are done, of how many that Backup or Restore knows of so far.
 func (p *Progress) Bytes() (done, total int64) { return p.done.Load(), p.total.Load() }

@@ -100,7 +100,7 @@ type wantedParts struct {
 // want adds the parts of a chunk, unless the chunk is zeros.
 func (d *download) want(number int64, c *manifest.Chunk, wanted *wantedParts) {
 	off := number * block.ChunkSize
-	n := min(block.ChunkSize, d.m.Size-off)
+	n := manifest.ChunkLength(d.m.Size, number)
 	if c.Digest == manifest.Zeros(n).Digest {
 		d.o.Progress.done.Add(n)
 		return

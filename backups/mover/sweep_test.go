@@ -53,8 +53,8 @@ func TestBackupNoticesASweep(t *testing.T) { testSweepAtIndexList(t, 3, 1) }
 // TestBackupLooksAgainAfterItsCommit: the same sweep between the look before the commit and the commit.
 func TestBackupLooksAgainAfterItsCommit(t *testing.T) { testSweepAtIndexList(t, 4, 2) }
 
-// testSweepAtIndexList sweeps in front of the n-th list of the index: the first two are LoadIndex, the third one is before
-// the commit, the fourth one after it. snapshots is how many snapshots the backup saves.
+// testSweepAtIndexList sweeps in front of the n-th list of the index: the first two are LoadIndex, the third one is
+// before the commit, the fourth one after it. snapshots is how many snapshots the backup saves.
 func testSweepAtIndexList(t *testing.T, n, snapshots int) {
 	suite.System(t)
 	w := newWorld(t)
@@ -74,8 +74,13 @@ func testSweepAtIndexList(t *testing.T, n, snapshots int) {
 		}
 	})
 	saved := w.store.counts["put snapshots"]
-	result := w.backup(v, options("v"))
+	o := options("v")
+	o.Progress = &Progress{}
+	result := w.backup(v, o)
 	w.store.before = nil
+	if done, total := o.Progress.Bytes(); done != 3*chunkSize || total != done {
+		t.Errorf("progress %d of %d bytes after the last attempt, want three chunks", done, total)
+	}
 	if saved = w.store.counts["put snapshots"] - saved; saved != snapshots {
 		t.Errorf("the backup saved %d snapshots, want %d", saved, snapshots)
 	}

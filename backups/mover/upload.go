@@ -131,11 +131,11 @@ func (u *upload) storeBatch(ctx context.Context, group *errgroup.Group, batch []
 	size := u.src.Size()
 	for _, s := range batch {
 		for _, c := range s.todo {
-			u.o.Progress.total.Add(min(block.ChunkSize, size-c*block.ChunkSize))
+			u.o.Progress.total.Add(manifest.ChunkLength(size, c))
 		}
 	}
 	for _, s := range batch {
-		s.chunks = manifest.Extend(s.chunks, min(manifest.SegmentSize, size-s.segment*manifest.SegmentSize))
+		s.chunks = manifest.Extend(s.chunks, manifest.SegmentLength(size, s.segment))
 		s.left.Store(int64(len(s.todo)))
 		for _, c := range s.todo {
 			if ctx.Err() != nil {
@@ -171,7 +171,7 @@ func (u *upload) readBase(ctx context.Context, batch []*segmentWork) error {
 
 // storeChunk stores a chunk, and after the last one of a segment writes the segment.
 func (u *upload) storeChunk(ctx context.Context, s *segmentWork, c int64) error {
-	n := min(block.ChunkSize, u.src.Size()-c*block.ChunkSize)
+	n := manifest.ChunkLength(u.src.Size(), c)
 	place := &s.chunks[c%manifest.SegmentChunks]
 	stored, err := u.store(ctx, c, n, *place)
 	if err != nil {

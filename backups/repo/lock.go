@@ -38,6 +38,9 @@ type lockFile struct {
 	Sweep   bool   `json:"droverSweep,omitempty"`
 }
 
+// closeLockTimeout bounds what a session that ends still deletes.
+const closeLockTimeout = time.Minute
+
 // LockMode says which other sessions a session goes along with.
 type LockMode int
 

@@ -26,7 +26,8 @@ import (
 // snapshots after all sessions that may rely on a hidden pack. The packs of a session that runs are neither hidden nor
 // deleted: their index files name the session.
 //
-// The clock of no machine matters. A sweep that ends early leaves hidden packs, which the next one deletes.
+// Only the store's clock matters, and only for stale locks. A sweep that ends early leaves hidden packs, which the next
+// one deletes.
 
 // DefaultThreshold is the percentage of a pack's bytes in use below which a sweep copies the blobs in use.
 const DefaultThreshold = 60
@@ -64,9 +65,9 @@ type sweep struct {
 	stats SweepStats
 }
 
-// Sweep deletes the packs that no snapshot needs. An error of kind Busy says that another sweep or another program
-// uses // the repository, or that a new backup needs garbage; one of kind Corrupt that a snapshot is damaged; one of
-// kind Unavailable that the store's lists cannot be right; one of kind Denied that the credentials permit no deletion.
+// Sweep deletes the packs that no snapshot needs. An error of kind Busy says that another sweep or another program uses
+// the repository, or that a new backup needs garbage; one of kind Corrupt that a snapshot is damaged; one of kind
+// Unavailable that the store's lists cannot be right; one of kind Denied that the credentials permit no deletion.
 // After an error, packs may be hidden: the next sweep deletes or returns them.
 func (r *Repository) Sweep(ctx context.Context, o SweepOptions) (stats SweepStats, err error) {
 	if o.Threshold == 0 {
@@ -92,8 +93,6 @@ func (r *Repository) Sweep(ctx context.Context, o SweepOptions) (stats SweepStat
 	}
 	return stats, err
 }
-
-const closeLockTimeout = time.Minute
 
 func (s *sweep) run(ctx context.Context) error {
 	if err := s.checkPermission(ctx); err != nil {

@@ -317,8 +317,8 @@ func TestProbeOfASweepIsNoLock(t *testing.T) {
 	}
 }
 
-// TestStaleLockIsDeletedBeforeItsSessionCountsAsDead: the session of a stale lock counts as dead only without the lock; a
-// store that permits no deletion keeps the session alive.
+// TestStaleLockIsDeletedBeforeItsSessionCountsAsDead: the session of a stale lock counts as dead only without the
+// lock; a store that permits no deletion keeps the session alive.
 func TestStaleLockIsDeletedBeforeItsSessionCountsAsDead(t *testing.T) {
 	store := newMemoryStore()
 	r := newRepository(t, store)

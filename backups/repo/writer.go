@@ -393,7 +393,9 @@ func (w *Writer) saveIndex(file *index.FileBuilder) error {
 		return nil
 	}
 	if err := w.lock.Confirm(w.ctx); err != nil {
-		return errors.Join(err, w.r.store.Delete(context.WithoutCancel(w.ctx), indexFolder+id.String()))
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(w.ctx), closeLockTimeout)
+		defer cancel()
+		return errors.Join(err, w.r.store.Delete(ctx, indexFolder+id.String()))
 	}
 	return nil
 }
