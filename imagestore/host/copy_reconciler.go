@@ -130,7 +130,7 @@ func (n *copyReconciler) writeStatus(ctx context.Context, c *api.ImageCopy, reco
 	base.Status = api.ImageCopyStatus{}
 	next := base.DeepCopy()
 	next.Status = st
-	if err := n.Status().Patch(ctx, next, statusPatch{c.Status, st}); err != nil {
+	if err := n.Status().Patch(ctx, next, statusPatch{st}); err != nil {
 		return client.IgnoreNotFound(err)
 	}
 	if st.State != record.status.State {

@@ -2,6 +2,8 @@ package host
 
 import (
 	"encoding/json"
+	"reflect"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -9,29 +11,24 @@ import (
 	"drover.io/drover/api"
 )
 
-// statusPatch replaces a whole status: fields that the new status lacks are removed.
-type statusPatch struct{ old, next api.ImageCopyStatus }
+// statusPatch replaces a whole status: the patch names every field of the type and removes those that the new status
+// lacks. The cached object cannot tell which ones the server has, because the cache may be behind the last patch.
+type statusPatch struct{ next api.ImageCopyStatus }
 
 func (statusPatch) Type() types.PatchType { return types.MergePatchType }
 
 func (p statusPatch) Data(client.Object) ([]byte, error) {
-	old, next := map[string]any{}, map[string]any{}
-	for _, s := range []struct {
-		from api.ImageCopyStatus
-		to   *map[string]any
-	}{{p.old, &old}, {p.next, &next}} {
-		b, err := json.Marshal(s.from)
-		if err != nil {
-			return nil, err
-		}
-		if err := json.Unmarshal(b, s.to); err != nil {
-			return nil, err
-		}
+	b, err := json.Marshal(p.next)
+	if err != nil {
+		return nil, err
 	}
-	for k := range old {
-		if _, ok := next[k]; !ok {
-			next[k] = nil
-		}
+	status := map[string]any{}
+	for _, f := range reflect.VisibleFields(reflect.TypeFor[api.ImageCopyStatus]()) {
+		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+		status[name] = nil
 	}
-	return json.Marshal(map[string]any{"status": next})
+	if err := json.Unmarshal(b, &status); err != nil {
+		return nil, err
+	}
+	return json.Marshal(map[string]any{"status": status})
 }
