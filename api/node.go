@@ -154,6 +154,8 @@ var Settings = map[string]string{
 	"snapshot-count-warning-threshold": "100",
 	"snapshot-data-integrity":          "enabled", // kind of comparison at these intervals, for volumes that do not say
 	"volume-attach-limit":              "256",     // attached volumes on one node at most
+	"concurrent-backups-per-node":      "2",       // backups that one node makes at once; 0: 1
+	"failed-backup-ttl":                "1440",    // minutes until a failed backup is deleted; 0: never
 }
 
 // DefaultHeartbeat is the interval of the heartbeat of a node that does not name another.

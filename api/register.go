@@ -16,6 +16,7 @@ var (
 			&Node{}, &NodeList{}, &BackingImage{}, &BackingImageList{}, &ImageCopy{}, &ImageCopyList{},
 			&Volume{}, &VolumeList{}, &Replica{}, &ReplicaList{}, &Attachment{}, &AttachmentList{},
 			&Snapshot{}, &SnapshotList{}, &SnapshotGroup{}, &SnapshotGroupList{},
+			&BackupTarget{}, &BackupTargetList{}, &Backup{}, &BackupList{},
 			&Setting{}, &SettingList{}, &NodeCertificate{}, &NodeCertificateList{})
 		metav1.AddToGroupVersion(s, GroupVersion)
 		return nil

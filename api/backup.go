@@ -1,0 +1,161 @@
+package api
+
+import (
+	"cmp"
+	"net/url"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// BackupState is the state of a backup, in words that users of the field know.
+//
+// +kubebuilder:validation:Enum="";Pending;InProgress;Completed;Error;Unknown;Deleting
+type BackupState string
+
+// Backup states.
+const (
+	BackupNew        BackupState = ""
+	BackupPending    BackupState = "Pending"    // waits for the target, the snapshot, a node or a free place of the node
+	BackupInProgress BackupState = "InProgress" // a node reads and uploads
+	BackupCompleted  BackupState = "Completed"  // the store has the backup
+	BackupError      BackupState = "Error"      // for good; the message says why
+	BackupUnknown    BackupState = "Unknown"    // the target is unavailable, or the store lost the backup
+	BackupDeleting   BackupState = "Deleting"
+)
+
+// Backup modes.
+const (
+	BackupIncremental = "incremental"
+	BackupFull        = "full"
+)
+
+// Backup is the content of a volume at an instant, in the store of a BackupTarget. Spec: written by the client that
+// wants the backup, or by the node role for a backup found in a store; spec.source by the controller role. Status: by
+// the controller role while spec.source and spec.snapshotID are empty; then by the node role of spec.source.node until
+// the backup is Completed or has an Error; from then on, and for backups with spec.snapshotID, by the node role of the
+// target's owner. Labels: LabelVolume, LabelBackupTarget. Finalizer: Finalizer, removed when the store has no trace of
+// the backup. The backup outlives its volume and its snapshot.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:validation:XValidation:rule="self.metadata.name.size() <= 128",message="the name of a backup has at most 128 characters"
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:scope=Cluster,shortName=bak,categories=drover
+// +kubebuilder:printcolumn:name="Volume",type=string,JSONPath=`.spec.volume`
+// +kubebuilder:printcolumn:name="Target",type=string,JSONPath=`.spec.backupTargetName`
+// +kubebuilder:printcolumn:name="State",type=string,JSONPath=`.status.state`
+// +kubebuilder:printcolumn:name="Progress",type=integer,JSONPath=`.status.progress`
+// +kubebuilder:printcolumn:name="Size",type=string,JSONPath=`.status.sizeText`
+// +kubebuilder:printcolumn:name="Uploaded",type=string,JSONPath=`.status.uploadedText`
+// +kubebuilder:printcolumn:name="Created",type=string,JSONPath=`.status.snapshotCreatedAt`
+// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`
+type Backup struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+	Spec              BackupSpec   `json:"spec"`
+	Status            BackupStatus `json:"status,omitempty"`
+}
+
+// BackupSpec is the wish. Only the source can change.
+//
+// +kubebuilder:validation:XValidation:rule="self.volume == oldSelf.volume && self.backupTargetName == oldSelf.backupTargetName",message="a backup cannot change: delete it and make a new one"
+// +kubebuilder:validation:XValidation:rule="(has(self.snapshotName) ? self.snapshotName : '') == (has(oldSelf.snapshotName) ? oldSelf.snapshotName : '')",message="snapshotName cannot change"
+// +kubebuilder:validation:XValidation:rule="(has(self.snapshotID) ? self.snapshotID : '') == (has(oldSelf.snapshotID) ? oldSelf.snapshotID : '')",message="snapshotID cannot change"
+type BackupSpec struct {
+	// BackupTargetName is the BackupTarget of the backup.
+	// +kubebuilder:default=default
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=63
+	BackupTargetName string `json:"backupTargetName,omitempty"`
+	// Volume that the backup is of.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=128
+	Volume string `json:"volume"`
+	// SnapshotName is the Snapshot of the volume to back up; empty: a new one, which is deleted when a later backup of the
+	// volume needs it no more.
+	// +kubebuilder:validation:MaxLength=128
+	SnapshotName string `json:"snapshotName,omitempty"`
+	// BackupMode is incremental (default), which takes what changed since the volume's last backup in the target, or full,
+	// which reads and compares everything.
+	// +kubebuilder:validation:Enum="";incremental;full
+	BackupMode string `json:"backupMode,omitempty"`
+	// Labels are kept in the store with the backup.
+	// +kubebuilder:validation:MaxProperties=64
+	Labels map[string]string `json:"labels,omitempty"`
+	// Source is the replica whose node makes the backup: written by the controller role.
+	Source *ExportFact `json:"source,omitempty"`
+	// SnapshotID is the backup's snapshot in the repository: the object stands for a backup that was found in the store.
+	// +kubebuilder:validation:Pattern=`^([0-9a-f]{64})?$`
+	SnapshotID string `json:"snapshotID,omitempty"`
+}
+
+// BackupStatus is the fact.
+type BackupStatus struct {
+	State   BackupState `json:"state,omitempty"`
+	Message string      `json:"message,omitempty"`
+	OwnerID string      `json:"ownerID,omitempty"` // node that writes the status; empty: the controller
+	// Progress in percent, of the bytes below.
+	Progress   int32 `json:"progress,omitempty"`
+	BytesDone  int64 `json:"bytesDone,omitempty"`
+	BytesTotal int64 `json:"bytesTotal,omitempty"`
+	// Attempts that failed, and the time of the next one.
+	Attempts int32        `json:"attempts,omitempty"`
+	NextTry  *metav1.Time `json:"nextTry,omitempty"`
+
+	// URL names the backup for a restore: the target's URL with backup and volume.
+	URL string `json:"url,omitempty"`
+	// SnapshotID is the backup's snapshot in the repository, which restic lists, too.
+	SnapshotID string `json:"snapshotID,omitempty"`
+	// SnapshotName and SnapshotCreatedAt (RFC 3339) are the snapshot of the volume that was backed up.
+	SnapshotName      string `json:"snapshotName,omitempty"`
+	SnapshotCreatedAt string `json:"snapshotCreatedAt,omitempty"`
+	BackupCreatedAt   string `json:"backupCreatedAt,omitempty"` // end of the backup, RFC 3339
+	// BackupMode that came about: a backup without a usable earlier one is full.
+	BackupMode string `json:"backupMode,omitempty"`
+	VolumeName string `json:"volumeName,omitempty"`
+	VolumeUID  UID    `json:"volumeUID,omitempty"`
+	VolumeSize int64  `json:"volumeSize,omitempty"` // bytes
+	// VolumeBackingImageName is the volume's image.
+	VolumeBackingImageName string `json:"volumeBackingImageName,omitempty"`
+	// NewlyUploadDataSize is the bytes that the backup added to the store.
+	NewlyUploadDataSize int64             `json:"newlyUploadDataSize,omitempty"`
+	Labels              map[string]string `json:"labels,omitempty"`
+	LastSyncedAt        *metav1.Time      `json:"lastSyncedAt,omitempty"`
+	SizeText            string            `json:"sizeText,omitempty"`
+	UploadedText        string            `json:"uploadedText,omitempty"`
+}
+
+// Ended reports whether no node works at the backup any more.
+func (b *Backup) Ended() bool {
+	return b.Spec.SnapshotID != "" || b.Status.State == BackupCompleted || b.Status.State == BackupError
+}
+
+// Target is the name of the backup's target.
+func (b *Backup) Target() string { return cmp.Or(b.Spec.BackupTargetName, DefaultBackupTarget) }
+
+// LabelBackupTarget on a Backup is the name of its target.
+const LabelBackupTarget = "drover.io/backup-target"
+
+// LabelBackup is in the spec's labels of a snapshot that was taken for a backup; value: the backup's name.
+const LabelBackup = "drover.io/backup"
+
+// BackupURL is the URL of a backup in a target of targetURL.
+func BackupURL(targetURL, backup, volume string) string {
+	u, err := url.Parse(targetURL)
+	if err != nil {
+		return ""
+	}
+	q := u.Query()
+	q.Set("backup", backup)
+	q.Set("volume", volume)
+	u.RawQuery = q.Encode()
+	return u.String()
+}
+
+// BackupList is a list of Backup.
+//
+// +kubebuilder:object:root=true
+type BackupList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []Backup `json:"items"`
+}

@@ -1,0 +1,136 @@
+package api
+
+import (
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// DefaultBackupTarget is the name of the target of backups that name no other.
+const DefaultBackupTarget = "default"
+
+// BackupTarget is a repository of backups in a store. Status: by the node role of the node that looks after the target,
+// which is one of the nodes with a recent heartbeat; two nodes may take turns, so each change of the status is a
+// compare-and-swap. Finalizer: none, because the store outlives the object.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:validation:XValidation:rule="self.metadata.name.size() <= 63",message="the name of a backup target has at most 63 characters"
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:scope=Cluster,shortName=bt,categories=drover
+// +kubebuilder:printcolumn:name="URL",type=string,JSONPath=`.spec.backupTargetURL`
+// +kubebuilder:printcolumn:name="Available",type=boolean,JSONPath=`.status.available`
+// +kubebuilder:printcolumn:name="Encrypted",type=boolean,JSONPath=`.status.encrypted`
+// +kubebuilder:printcolumn:name="Backups",type=integer,JSONPath=`.status.backups`
+// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.status.ownerID`
+// +kubebuilder:printcolumn:name="Synced",type=date,JSONPath=`.status.lastSyncedAt`
+// +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`,priority=1
+type BackupTarget struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+	Spec              BackupTargetSpec   `json:"spec"`
+	Status            BackupTargetStatus `json:"status,omitempty"`
+}
+
+// BackupTargetSpec is the wish.
+type BackupTargetSpec struct {
+	// BackupTargetURL says where the store is: file:///PATH, a folder that every node has, or s3://BUCKET@REGION/PATH.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=1024
+	BackupTargetURL string `json:"backupTargetURL"`
+	// CredentialSecret names the Secret with the credentials of the store and the password of the repository.
+	CredentialSecret *SecretRef `json:"credentialSecret,omitempty"`
+	// PollInterval is how often the backups in the store are listed; 0s: only when SyncRequestedAt changes.
+	// +kubebuilder:default="5m0s"
+	PollInterval metav1.Duration `json:"pollInterval,omitempty"`
+	// SyncRequestedAt asks, once for each new value, for a list of the backups in the store.
+	SyncRequestedAt *metav1.Time `json:"syncRequestedAt,omitempty"`
+	// ReadOnly refuses new backups, deletions and sweeps.
+	ReadOnly bool `json:"readOnly,omitempty"`
+}
+
+// ConditionUnavailable is True on a BackupTarget that cannot be used; the reason is one of the reasons below.
+const ConditionUnavailable = "Unavailable"
+
+// Reasons of ConditionUnavailable.
+const (
+	ReasonAvailable        = "Available"
+	ReasonBadURL           = "InvalidURL"
+	ReasonBadSecret        = "InvalidSecret"
+	ReasonUnreachable      = "Unreachable"
+	ReasonDenied           = "AccessDenied"
+	ReasonWrongPassword    = "WrongPassword"
+	ReasonOtherRepository  = "OtherRepository"
+	ReasonLostRepository   = "RepositoryLost"
+	ReasonBadRepository    = "InvalidRepository"
+	ReasonEmptyList        = "ListIncomplete"
+	ReasonNotInitialized   = "NotInitialized"
+	ReasonReadOnlyAndEmpty = "ReadOnly"
+)
+
+// BackupTargetStatus is the fact.
+type BackupTargetStatus struct {
+	Available bool   `json:"available,omitempty"`
+	Message   string `json:"message,omitempty"`
+	OwnerID   string `json:"ownerID,omitempty"` // node that looks after the target
+	// RepositoryID names the repository, for life. A store with another repository is not used: forget the RepositoryID by
+	// making the BackupTarget again.
+	RepositoryID string `json:"repositoryID,omitempty"`
+	// Encrypted is false while the repository has the published password, so that everybody who reads the store reads the
+	// backups.
+	Encrypted    bool         `json:"encrypted,omitempty"`
+	Backups      int32        `json:"backups,omitempty"` // in the store, of all clusters
+	LastSyncedAt *metav1.Time `json:"lastSyncedAt,omitempty"`
+	// SyncedRequest is the last SyncRequestedAt that was followed.
+	SyncedRequest *metav1.Time `json:"syncedRequest,omitempty"`
+	// Initializing is set while a node makes the repository.
+	Initializing *TargetClaim `json:"initializing,omitempty"`
+	// SweepRequested is when a backup was deleted, or failed, after the last sweep: its space is not free yet.
+	SweepRequested *metav1.Time       `json:"sweepRequested,omitempty"`
+	LastSweep      *SweepFact         `json:"lastSweep,omitempty"`
+	Conditions     []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// TargetClaim says which node does something that a single node may do, since when.
+type TargetClaim struct {
+	Node  string      `json:"node"`
+	Since metav1.Time `json:"since"`
+}
+
+// SweepFact is the outcome of the last sweep, which frees the space of deleted backups.
+type SweepFact struct {
+	EndedAt    metav1.Time `json:"endedAt,omitempty"`
+	FreedBytes int64       `json:"freedBytes,omitempty"`
+	Message    string      `json:"message,omitempty"` // why the sweep failed, or waits
+}
+
+// BackupTargetList is a list of BackupTarget.
+//
+// +kubebuilder:object:root=true
+type BackupTargetList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []BackupTarget `json:"items"`
+}
+
+// DefaultPollInterval is the interval of a target that names none.
+const DefaultPollInterval = 5 * time.Minute
+
+// Keys of a target's Secret, as Longhorn names them, and the keys of the repository. A missing key is not used.
+const (
+	SecretAccessKey    = "AWS_ACCESS_KEY_ID"
+	SecretSecretKey    = "AWS_SECRET_ACCESS_KEY"
+	SecretSessionToken = "AWS_SESSION_TOKEN"
+	SecretEndpoints    = "AWS_ENDPOINTS" // URL of the server; empty: Amazon's
+	SecretCert         = "AWS_CERT"      // PEM: authorities that are trusted besides the system's
+	SecretVirtualHost  = "VIRTUAL_HOSTED_STYLE"
+	SecretHTTPProxy    = "HTTP_PROXY"
+	SecretHTTPSProxy   = "HTTPS_PROXY"
+	SecretNoProxy      = "NO_PROXY"
+	// SecretBackupPassword is the password of the repository; without it, the repository has the published password.
+	SecretBackupPassword = "BACKUP_PASSWORD"
+	// SecretResticPassword is another name of SecretBackupPassword.
+	SecretResticPassword = "RESTIC_PASSWORD"
+)
+
+// PublishedPassword is the password of a repository whose target has none: whoever reads the store can read the backups.
+const PublishedPassword = "drover"
