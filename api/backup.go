@@ -124,9 +124,11 @@ type BackupStatus struct {
 	UploadedText        string            `json:"uploadedText,omitempty"`
 }
 
-// Ended reports whether no node works at the backup any more.
+// Ended reports whether no node works at the backup any more. A completed backup has a SnapshotID, also as Deleting or
+// Unknown.
 func (b *Backup) Ended() bool {
-	return b.Spec.SnapshotID != "" || b.Status.State == BackupCompleted || b.Status.State == BackupError
+	return b.Spec.SnapshotID != "" || b.Status.SnapshotID != "" || b.Status.State == BackupCompleted ||
+		b.Status.State == BackupError
 }
 
 // Target is the name of the backup's target.
