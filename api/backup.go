@@ -3,8 +3,10 @@ package api
 import (
 	"cmp"
 	"net/url"
+	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // BackupState is the state of a backup, in words that users of the field know.
@@ -58,8 +60,8 @@ type Backup struct {
 // BackupSpec is the wish. Only the source can change.
 //
 // +kubebuilder:validation:XValidation:rule="self.volume == oldSelf.volume && self.backupTargetName == oldSelf.backupTargetName",message="a backup cannot change: delete it and make a new one"
-// +kubebuilder:validation:XValidation:rule="(has(self.snapshotName) ? self.snapshotName : '') == (has(oldSelf.snapshotName) ? oldSelf.snapshotName : '')",message="snapshotName cannot change"
-// +kubebuilder:validation:XValidation:rule="(has(self.snapshotID) ? self.snapshotID : '') == (has(oldSelf.snapshotID) ? oldSelf.snapshotID : '')",message="snapshotID cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.snapshotName) && size(self.snapshotName) > 0 ? has(oldSelf.snapshotName) && self.snapshotName == oldSelf.snapshotName : !has(oldSelf.snapshotName) || size(oldSelf.snapshotName) == 0",message="snapshotName cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.snapshotID) && size(self.snapshotID) > 0 ? has(oldSelf.snapshotID) && self.snapshotID == oldSelf.snapshotID : !has(oldSelf.snapshotID) || size(oldSelf.snapshotID) == 0",message="snapshotID cannot change"
 type BackupSpec struct {
 	// BackupTargetName is the BackupTarget of the backup.
 	// +kubebuilder:default=default
@@ -137,8 +139,22 @@ func (b *Backup) Target() string { return cmp.Or(b.Spec.BackupTargetName, Defaul
 // LabelBackupTarget on a Backup is the name of its target.
 const LabelBackupTarget = "drover.io/backup-target"
 
-// LabelBackup is in the spec's labels of a snapshot that was taken for a backup; value: the backup's name.
+// LabelBackup stands beside LabelClone on a snapshot that was taken for a backup; value: the backup's name.
 const LabelBackup = "drover.io/backup"
+
+// OwnSnapshotName names the Snapshot that is taken for the backup if spec.snapshotName is empty.
+func (b *Backup) OwnSnapshotName() string { return ownSnapshotPrefix + string(b.UID) }
+
+const ownSnapshotPrefix = "backup-"
+
+// OfBackup is the UID of the Backup that the snapshot was taken for; empty: the snapshot was not taken for a backup.
+func (s *Snapshot) OfBackup() types.UID {
+	uid, named := strings.CutPrefix(s.Name, ownSnapshotPrefix)
+	if !named || s.Spec.Labels[LabelBackup] == "" {
+		return ""
+	}
+	return types.UID(uid)
+}
 
 // BackupURL is the URL of a backup in a target of targetURL.
 func BackupURL(targetURL, backup, volume string) string {
