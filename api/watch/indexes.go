@@ -19,26 +19,30 @@ const (
 	ByImage  = "replicas.image"
 	ByLayer  = "replicas.layer"  // the topmost layer of an image copy
 	BySource = "replicas.source" // of a replica: the UID of its source's snapshot; of a volume: its data source
+	ByTarget = "backups.target"  // of a backup
 )
+
+// index is an index of a kind of objects by one value; an object with the value "" is not in the index.
+type index struct {
+	kind  client.Object
+	name  string
+	value func(client.Object) string
+}
+
+// indexSet is a set of indexes in the cache of a manager.
+type indexSet struct {
+	manager ctrl.Manager
+	name    string
+}
 
 var indexed struct {
 	sync.Mutex
-	managers map[ctrl.Manager]bool
+	sets map[indexSet]bool
 }
 
 // AddIndexes adds the indexes to a manager's cache once, whatever roles run on the manager.
 func AddIndexes(mgr ctrl.Manager) error {
-	indexed.Lock()
-	defer indexed.Unlock()
-	if indexed.managers[mgr] {
-		return nil
-	}
-	fi := mgr.GetFieldIndexer()
-	for _, ix := range []struct {
-		kind  client.Object
-		name  string
-		value func(client.Object) string
-	}{
+	return addOnce(indexSet{mgr, "volumes"}, []index{
 		{&api.Replica{}, ByVolume, func(o client.Object) string { return o.(*api.Replica).Spec.Volume }},
 		{&api.Replica{}, ByDisk, func(o client.Object) string { return string(o.(*api.Replica).Spec.Disk) }},
 		{&api.Replica{}, ByNode, func(o client.Object) string { return o.(*api.Replica).Spec.Node }},
@@ -54,7 +58,26 @@ func AddIndexes(mgr ctrl.Manager) error {
 		{&api.Snapshot{}, ByVolume, func(o client.Object) string { return o.(*api.Snapshot).Spec.Volume }},
 		{&api.Volume{}, BySource, func(o client.Object) string { return o.(*api.Volume).Spec.DataSource }},
 		{&api.Volume{}, ByImage, func(o client.Object) string { return o.(*api.Volume).Spec.BackingImage }},
-	} {
+	})
+}
+
+// AddBackupIndexes adds the indexes of Backups, ByVolume and ByTarget, to a manager's cache once. AddIndexes does not
+// add them, because an index fills the cache with the objects, and the data role needs no Backups.
+func AddBackupIndexes(mgr ctrl.Manager) error {
+	return addOnce(indexSet{mgr, "backups"}, []index{
+		{&api.Backup{}, ByVolume, func(o client.Object) string { return o.(*api.Backup).Spec.Volume }},
+		{&api.Backup{}, ByTarget, func(o client.Object) string { return o.(*api.Backup).Target() }},
+	})
+}
+
+func addOnce(set indexSet, indexes []index) error {
+	indexed.Lock()
+	defer indexed.Unlock()
+	if indexed.sets[set] {
+		return nil
+	}
+	fi := set.manager.GetFieldIndexer()
+	for _, ix := range indexes {
 		if err := fi.IndexField(context.Background(), ix.kind, ix.name, func(o client.Object) []string {
 			if v := ix.value(o); v != "" {
 				return []string{v}
@@ -64,10 +87,10 @@ func AddIndexes(mgr ctrl.Manager) error {
 			return fmt.Errorf("index %s of %T: %w", ix.name, ix.kind, err)
 		}
 	}
-	if indexed.managers == nil {
-		indexed.managers = map[ctrl.Manager]bool{}
+	if indexed.sets == nil {
+		indexed.sets = map[indexSet]bool{}
 	}
-	indexed.managers[mgr] = true
+	indexed.sets[set] = true
 	return nil
 }
 
