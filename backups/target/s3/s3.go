@@ -91,8 +91,11 @@ func New(cfg Config) (*Store, error) {
 	return s, nil
 }
 
-// Close closes idle connections.
-func (s *Store) Close() { s.transport.CloseIdleConnections() }
+// Close closes idle connections. Close implements io.Closer and never fails.
+func (s *Store) Close() error {
+	s.transport.CloseIdleConnections()
+	return nil
+}
 
 // String names the store in errors.
 func (s *Store) String() string {

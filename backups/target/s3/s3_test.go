@@ -42,7 +42,7 @@ func newStore(t *testing.T, cfg Config) *Store {
 	}
 	s, err := New(cfg)
 	must(t, err)
-	t.Cleanup(s.Close)
+	t.Cleanup(func() { must(t, s.Close()) })
 	return s
 }
 
