@@ -306,6 +306,7 @@ func (w *Writer) uploadPacks() {
 
 func (w *Writer) upload(p *openPack) error {
 	id, body, entries := p.builder.Finish()
+	// After an error the buffer belongs to the store, and no pack uses the buffer again.
 	if err := w.r.store.Put(w.ctx, packName(id), body); err != nil {
 		return api.Errorf(api.KindOf(err), "repository %.8s: pack %.8s cannot be written: %w", w.r.ID(), id, err)
 	}

@@ -1,5 +1,6 @@
 // Package target is the seam to the stores of backup targets: a store keeps whole objects by name. Below the package
-// lie the stores, folder and s3, and targettest, the contract that each of them passes.
+// lie the stores, folder and s3; bounded, which ends the calls of a store that hangs; address, which opens the store of
+// a URL; and targettest, the contract that each of them passes.
 //
 // Each store keeps these invariants. An object is whole or absent: neither a power loss nor a failed Put leaves a torn
 // object, and List never shows one. Put and Delete return after their effect is durable. Only names that CheckName
@@ -8,7 +9,8 @@
 // room Full, a store that does not answer Unavailable. An error holds no secret. The end of a caller's context ends the
 // operation, and errors.Is finds the context's error.
 //
-// A store has no goroutine that outlives a call, other than the idle connections of s3, which its Close ends.
+// A store has no goroutine that outlives a call, other than the idle connections of s3 and the abandoned calls of
+// bounded, for which Close answers.
 package target
 
 import (
@@ -31,7 +33,8 @@ type Object struct {
 // processes on the same store.
 type Store interface {
 	// Put writes an object, and replaces an object of the same name whole. The object is durable before Put returns.
-	// Put does not change body, and a store can write body faster if block.Aligned.
+	// Put does not change body, and a store can write body faster if block.Aligned. After an error, body belongs to the
+	// store: the caller does not change the memory any more, because an abandoned call may still read it.
 	Put(ctx context.Context, name string, body []byte) error
 	// Get reads n bytes from off on; n < 0 reads to the end. An object that ends earlier is an error of kind invalid, a
 	// missing object of kind not found.
