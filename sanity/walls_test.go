@@ -288,6 +288,8 @@ func TestWallsRefuse(t *testing.T) {
 		{"backups", "replicas", true},
 		{"backups/target", "backups/repo", true},
 		{"backups/target/s3", "block", false},
+		{"backups/target/address", "backups/target/bounded", false},
+		{"backups/target/address", "backups/repo", true},
 		{"backups/repo", "backups/target", false},
 		{"backups/repo/index", "backups/repo/pack", false},
 		{"backups/repo/index", "backups/target", true},

@@ -1,0 +1,132 @@
+package address
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/target/targettest"
+)
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestURLsOfFoldersAndBuckets: Parse reads the forms of URLs that Drover and Longhorn have.
+func TestURLsOfFoldersAndBuckets(t *testing.T) {
+	for text, want := range map[string]Address{
+		"file:///mnt/backups":                   {folder: "/mnt/backups"},
+		"vfs:///mnt/backups/":                   {folder: "/mnt/backups"},
+		"FILE:///mnt/my%20share":                {folder: "/mnt/my share"},
+		"s3://backups@eu-central-1/":            {bucket: "backups", region: "eu-central-1"},
+		"s3://backups@us-east-1/a/b/":           {bucket: "backups", region: "us-east-1", prefix: "a/b"},
+		"s3://backups@RegionOne":                {bucket: "backups", region: "RegionOne"},
+		"s3://back.ups-2/a":                     {bucket: "back.ups-2", prefix: "a"},
+		"s3://backups":                          {bucket: "backups"},
+		"s3://backups@/a":                       {bucket: "backups", prefix: "a"},
+		"s3://" + strings.Repeat("a", 63) + "/": {bucket: strings.Repeat("a", 63)},
+	} {
+		if got, err := Parse(text); err != nil || got != want {
+			t.Errorf("%s: %+v, %v; want %+v", text, got, err, want)
+		}
+	}
+}
+
+// TestBadURLsAreRefused: Parse refuses URLs that name no folder or bucket, that lead elsewhere or that have
+// credentials, and repeats no part of a URL that may be a password.
+func TestBadURLsAreRefused(t *testing.T) {
+	for text, kind := range map[string]api.Kind{
+		"":                                      api.Invalid,
+		"/mnt/hush":                             api.Invalid,
+		"http://hush/a":                         api.Unsupported,
+		"hush://a/b":                            api.Unsupported,
+		"nfs://server/hush":                     api.Unsupported,
+		"cifs://user:hush@server/a":             api.Unsupported,
+		"azblob://hush@core.windows.net/a":      api.Unsupported,
+		"sftp://user:hush@server/a":             api.Unsupported,
+		"%hush://":                              api.Invalid,
+		"s3://user:hush@back ups/":              api.Invalid,
+		"file:///a%zzhush":                      api.Invalid,
+		"file:///mnt/a?x=hush":                  api.Invalid,
+		"s3://backups@r/a?backup=hush":          api.Invalid,
+		"s3://backups@r/a#hush":                 api.Invalid,
+		"file://hush/mnt/a":                     api.Invalid,
+		"file://user@/hush":                     api.Invalid,
+		"file://user:hush@/a":                   api.Invalid,
+		"file:hush":                             api.Invalid,
+		"file:///":                              api.Invalid,
+		"file://":                               api.Invalid,
+		"file:////":                             api.Invalid,
+		"file:///hush/../etc":                   api.Invalid,
+		"file:///hush/./a":                      api.Invalid,
+		"file:///hush//a":                       api.Invalid,
+		"file:///a%2f%2e%2e%2fhush":             api.Invalid,
+		"file:///hush%00":                       api.Invalid,
+		"file:///hush%0a":                       api.Invalid,
+		"s3://":                                 api.Invalid,
+		"s3:///hush":                            api.Invalid,
+		"s3:hush":                               api.Invalid,
+		"s3://@region/hush":                     api.Invalid,
+		"s3://user:hush@backups/":               api.Invalid,
+		"s3://user:hush@backups@region/":        api.Invalid,
+		"s3://HUSH@region/hush":                 api.Invalid,
+		"s3://hush.hush..a@region/":             api.Invalid,
+		"s3://-hush@region/":                    api.Invalid,
+		"s3://hu/":                              api.Invalid,
+		"s3://192.168.0.1/hush":                 api.Invalid,
+		"s3://hush@host:9000/":                  api.Invalid,
+		"s3://hush:9000/a":                      api.Invalid,
+		"s3://hush@re.gion/":                    api.Invalid,
+		"s3://" + strings.Repeat("a", 64) + "/": api.Invalid,
+		"s3://backups/../a":                     api.Invalid,
+		"s3://backups/a//b":                     api.Invalid,
+		"s3://backups/.a":                       api.Invalid,
+		"s3://backups/a%00":                     api.Invalid,
+	} {
+		got, err := Parse(text)
+		if !api.Is(err, kind) {
+			t.Errorf("%q: %+v, %v of kind %v, want kind %v", text, got, err, api.KindOf(err), kind)
+		}
+		if err != nil && (strings.Contains(strings.ToLower(err.Error()), "hush") ||
+			!strings.HasPrefix(err.Error(), "URL of the backup target: ")) {
+			t.Errorf("%q: the error repeats the URL or does not name it: %v", text, err)
+		}
+	}
+}
+
+// TestFolderMustExist: Open opens a folder that exists, as a store that keeps objects there, and never makes a missing
+// folder.
+func TestFolderMustExist(t *testing.T) {
+	root := t.TempDir()
+	for _, scheme := range []string{"file", "vfs"} {
+		a, err := Parse(scheme + "://" + root)
+		must(t, err)
+		store, err := a.Open(t.Context(), nil)
+		must(t, err)
+		must(t, store.Put(t.Context(), scheme+"/a", []byte("a")))
+		if _, err := os.Stat(filepath.Join(root, scheme, "a")); err != nil {
+			t.Errorf("the object is not in the folder: %v", err)
+		}
+		must(t, store.(interface{ Close() error }).Close())
+	}
+	a, err := Parse("file://" + root + "/missing")
+	must(t, err)
+	if store, err := a.Open(t.Context(), nil); store != nil || !api.Is(err, api.Unavailable) {
+		t.Errorf("open of a missing folder: %v, %v", store, err)
+	}
+	if _, err := os.Stat(root + "/missing"); !os.IsNotExist(err) {
+		t.Errorf("the missing folder exists: %v", err)
+	}
+	a, err = Parse("file://" + root)
+	must(t, err)
+	store, err := a.Open(t.Context(), nil)
+	must(t, err)
+	if got := targettest.List(t, store, ""); len(got) != 2 {
+		t.Errorf("the folder has %v, want two objects", got)
+	}
+}

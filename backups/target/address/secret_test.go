@@ -1,0 +1,199 @@
+package address
+
+import (
+	"encoding/pem"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/minio/minio-go/v7"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/target/s3"
+)
+
+// The pauses of the library between tries.
+func init() { minio.DefaultRetryUnit, minio.DefaultRetryCap = time.Millisecond, time.Millisecond }
+
+// secretWith is a Secret with credentials and the given keys and values in turn.
+func secretWith(pairs ...string) map[string][]byte {
+	secret := map[string][]byte{api.SecretAccessKey: []byte("key"), api.SecretSecretKey: []byte("hush")}
+	for i := 0; i < len(pairs); i += 2 {
+		secret[pairs[i]] = []byte(pairs[i+1])
+	}
+	return secret
+}
+
+// TestSecretFillsTheConfiguration: each key of the Secret reaches the S3 store, without line ends; an own server has
+// the path style unless the Secret asks for the other.
+func TestSecretFillsTheConfiguration(t *testing.T) {
+	a, err := Parse("s3://backups@region/a/")
+	must(t, err)
+	full := secretWith(api.SecretAccessKey, "key\n", api.SecretSecretKey, "hush\r\n", api.SecretSessionToken, "token\n",
+		api.SecretEndpoints, "https://minio.example\n", api.SecretCert, "cert\n", api.SecretVirtualHost, "true\n",
+		api.SecretHTTPProxy, "http://u:p@proxy:1\n", api.SecretHTTPSProxy, "u:p@proxy:2\n", api.SecretNoProxy, "x,y\n")
+	plain := s3.Config{Bucket: "backups", Region: "region", Prefix: "a", AccessKey: "key", SecretKey: "hush"}
+	amazon, path, virtual := plain, plain, plain
+	amazon.Addressing = s3.Auto
+	path.Endpoint, path.Addressing = "http://minio.example", s3.Path
+	virtual.Addressing = s3.VirtualHosted
+	all := s3.Config{Endpoint: "https://minio.example", Region: "region", Bucket: "backups", Prefix: "a",
+		Addressing: s3.VirtualHosted, AccessKey: "key", SecretKey: "hush", SessionToken: "token", CA: []byte("cert\n"),
+		HTTPProxy: "http://u:p@proxy:1", HTTPSProxy: "http://u:p@proxy:2", NoProxy: "x,y"}
+	for i, c := range []struct {
+		secret map[string][]byte
+		want   s3.Config
+	}{
+		{secretWith(), amazon},
+		{secretWith(api.SecretVirtualHost, "true"), virtual},
+		{secretWith(api.SecretEndpoints, "http://minio.example"), path},
+		{secretWith(api.SecretEndpoints, "http://minio.example", api.SecretVirtualHost, "false"), path},
+		{full, all},
+	} {
+		if got, err := a.bucketConfig(c.secret); err != nil || !reflect.DeepEqual(got, c.want) {
+			t.Errorf("secret %d: the configuration is not as wanted: %v", i, err)
+		}
+	}
+}
+
+// TestRequestsFollowTheSecret: requests have the bucket in the path or the host, use the proxy, and trust the
+// authorities of the Secret.
+func TestRequestsFollowTheSecret(t *testing.T) {
+	var seen string
+	record := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body)
+		seen = fmt.Sprintf("%s %s%s %v", r.Method, r.Host, r.URL.Path,
+			strings.Contains(r.Header.Get("Authorization"), "Credential=key/") &&
+				strings.Contains(r.Header.Get("Authorization"), "/region/"))
+	})
+	server, secure := httptest.NewServer(record), httptest.NewTLSServer(record)
+	defer server.Close()
+	defer secure.Close()
+	cert := string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: secure.Certificate().Raw}))
+	a, err := Parse("s3://backups@region/p/")
+	must(t, err)
+	for want, secret := range map[string]map[string][]byte{
+		"PUT minio.example/backups/p/a true": secretWith(api.SecretEndpoints, "http://minio.example", api.SecretHTTPProxy,
+			server.URL),
+		"PUT backups.minio.example/p/a true": secretWith(api.SecretEndpoints, "http://minio.example", api.SecretHTTPProxy,
+			server.URL, api.SecretVirtualHost, "true"),
+		"PUT " + strings.TrimPrefix(secure.URL, "https://") + "/backups/p/a true": secretWith(api.SecretEndpoints,
+			secure.URL, api.SecretCert, cert),
+	} {
+		store, err := a.Open(t.Context(), secret)
+		must(t, err)
+		must(t, store.Put(t.Context(), "a", []byte("a")))
+		must(t, store.(io.Closer).Close())
+		if seen != want {
+			t.Errorf("the server saw %q, want %q", seen, want)
+		}
+	}
+}
+
+// TestBadSecretsAreRefused: a Secret that cannot work is refused with the name of its key.
+func TestBadSecretsAreRefused(t *testing.T) {
+	a, err := Parse("s3://backups@region/")
+	must(t, err)
+	without := func(key string) map[string][]byte {
+		secret := secretWith()
+		delete(secret, key)
+		return secret
+	}
+	for _, c := range []struct {
+		secret map[string][]byte
+		kind   api.Kind
+		text   string
+	}{
+		{nil, api.Invalid, "AWS_ACCESS_KEY_ID is missing"},
+		{without(api.SecretAccessKey), api.Invalid, "AWS_ACCESS_KEY_ID is missing"},
+		{without(api.SecretSecretKey), api.Invalid, "AWS_SECRET_ACCESS_KEY is missing"},
+		{secretWith(api.SecretSecretKey, "\r\n"), api.Invalid, "AWS_SECRET_ACCESS_KEY is missing"},
+		{map[string][]byte{secretRoleARN: []byte("arn")}, api.Unsupported, "AWS_IAM_ROLE_ARN is not supported yet"},
+		{secretWith(secretRoleARN, "arn"), api.Unsupported, "AWS_IAM_ROLE_ARN is not supported yet"},
+		{secretWith(api.SecretSessionToken, "a\nb"), api.Invalid, "AWS_SESSION_TOKEN has a control character"},
+		{secretWith(api.SecretEndpoints, "minio:9000"), api.Invalid, "not a URL like https://"},
+		{secretWith(api.SecretCert, "cert"), api.Invalid, "no PEM certificate"},
+		{secretWith(api.SecretHTTPProxy, "ftp://proxy"), api.Invalid, "HTTP_PROXY is not a URL"},
+		{secretWith(api.SecretHTTPSProxy, "http://"), api.Invalid, "HTTPS_PROXY is not a URL"},
+	} {
+		if store, err := a.Open(t.Context(), c.secret); store != nil || !api.Is(err, c.kind) ||
+			!strings.Contains(err.Error(), c.text) {
+			t.Errorf("%v: %v of kind %v, want kind %v and %q", store, err, api.KindOf(err), c.kind, c.text)
+		}
+	}
+}
+
+// TestErrorsHoldNoValueOfTheSecret: with a bad value of any key, neither the errors of Open and Password nor the errors
+// of an operation on an unreachable server hold the value.
+func TestErrorsHoldNoValueOfTheSecret(t *testing.T) {
+	a, err := Parse("s3://backups@region/")
+	must(t, err)
+	const mark = "hush-hush-value"
+	base := secretWith(api.SecretEndpoints, "http://127.0.0.1:1", api.SecretBackupPassword, "a")
+	failures := 0
+	for _, key := range []string{api.SecretAccessKey, api.SecretSecretKey, api.SecretSessionToken, api.SecretEndpoints,
+		api.SecretCert, api.SecretVirtualHost, api.SecretHTTPProxy, api.SecretHTTPSProxy, api.SecretNoProxy,
+		api.SecretBackupPassword, api.SecretResticPassword, secretRoleARN} {
+		for _, value := range []string{mark, mark + "\x01" + mark, mark + "\n" + mark, "ftp://" + mark, "%zz" + mark,
+			"http://user:" + mark + "@127.0.0.1:1", "http://user:" + mark + "@127.0.0.1:%zz", "user:" + mark + "@:a:b"} {
+			secret := maps.Clone(base)
+			secret[key] = []byte(value)
+			if key == api.SecretHTTPProxy { // no proxy leads to this machine
+				secret[api.SecretEndpoints] = []byte("http://minio.invalid")
+			}
+			_, _, failure := Password(secret)
+			errs := []error{failure}
+			store, err := a.Open(t.Context(), secret)
+			if errs = append(errs, err); err == nil && !(key == api.SecretHTTPProxy && value == mark) {
+				errs = append(errs, store.Put(t.Context(), "a", []byte("a")))
+			}
+			for _, err := range errs {
+				if err == nil {
+					continue
+				}
+				if failures++; strings.Contains(err.Error(), mark) {
+					t.Errorf("%s: the error holds the value %q: %v", key, value, err)
+				}
+			}
+		}
+	}
+	if failures < 80 {
+		t.Errorf("only %d errors", failures)
+	}
+}
+
+// TestPasswordComesFromTheSecret: Password has the value of either key without line ends, else the published password,
+// which is no password of the user.
+func TestPasswordComesFromTheSecret(t *testing.T) {
+	for _, c := range []struct {
+		backup, restic, want string
+		own                  bool
+	}{
+		{"", "", api.PublishedPassword, false},
+		{"\n", "\r\n", api.PublishedPassword, false},
+		{"correct horse\n", "", "correct horse", true},
+		{"", " battery\r\n", " battery", true},
+		{"staple", "staple\n", "staple", true},
+		{"\n", "staple", "staple", true},
+		{api.PublishedPassword, "", api.PublishedPassword, false},
+	} {
+		password, own, err := Password(map[string][]byte{api.SecretBackupPassword: []byte(c.backup),
+			api.SecretResticPassword: []byte(c.restic)})
+		if err != nil || password != c.want || own != c.own {
+			t.Errorf("%q and %q: %q, %v, %v; want %q, %v", c.backup, c.restic, password, own, err, c.want, c.own)
+		}
+	}
+	if password, own, err := Password(nil); err != nil || password != api.PublishedPassword || own {
+		t.Errorf("without a Secret: %q, %v, %v", password, own, err)
+	}
+	_, _, err := Password(map[string][]byte{api.SecretBackupPassword: []byte("a"), api.SecretResticPassword: []byte("b")})
+	if !api.Is(err, api.Invalid) || !strings.Contains(err.Error(), "BACKUP_PASSWORD and RESTIC_PASSWORD differ") {
+		t.Errorf("two passwords: %v", err)
+	}
+}
