@@ -1,13 +1,21 @@
 package address
 
 import (
+	"context"
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target/targettest"
+	"drover.io/drover/block/suite"
 )
 
 func must(t *testing.T, err error) {
@@ -128,5 +136,33 @@ func TestFolderMustExist(t *testing.T) {
 	must(t, err)
 	if got := targettest.List(t, store, ""); len(got) != 2 {
 		t.Errorf("the folder has %v, want two objects", got)
+	}
+}
+
+// TestHangingMountIsUnavailable: Open of a folder on a mount whose server does not answer ends with the context,
+// although the system call hangs; when the mount breaks, the next Open has the error of the system call.
+func TestHangingMountIsUnavailable(t *testing.T) {
+	suite.System(t)
+	root := t.TempDir()
+	server, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0)
+	must(t, err)
+	closeServer := sync.OnceFunc(func() { _ = unix.Close(server) })
+	t.Cleanup(closeServer)
+	must(t, unix.Mount("test", root, "fuse", unix.MS_NODEV|unix.MS_NOSUID,
+		fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", server)))
+	t.Cleanup(func() {
+		closeServer() // ends the system call
+		_ = unix.Unmount(root, unix.MNT_DETACH)
+	})
+	a, err := Parse("file://" + root + "/backups")
+	must(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	if _, err := a.Open(ctx, nil); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("open while the server hangs: %v", err)
+	}
+	closeServer()
+	if _, err := a.Open(t.Context(), nil); !api.Is(err, api.Unavailable) || !errors.Is(err, unix.ENOTCONN) {
+		t.Errorf("open on a broken mount: %v", err)
 	}
 }
