@@ -42,6 +42,15 @@ type Source interface {
 	io.Closer
 }
 
+// DigestSource is a Source that knows digests.
+type DigestSource interface {
+	Source
+	// Digest returns the SHA-256 of a chunk's bytes (ChunkSize bytes; the last chunk may be short), if the source knows
+	// this digest without a read of the bytes. ReadAt compares the bytes of such a chunk with checksums that are as old
+	// as the digest. Digest may be called from several goroutines at once.
+	Digest(chunk int64) (sum [32]byte, known bool)
+}
+
 // Dropper is scratch room behind an io.ReaderAt of an image. With Drop the reader promises to read the bytes [off,
 // off+n) no more; a later read of these bytes may fail.
 type Dropper interface {

@@ -16,17 +16,11 @@ package mover
 import (
 	"sync/atomic"
 
-	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/block"
 )
 
 // Source is a volume or image at one instant.
-type Source interface {
-	block.Source
-	// Digest returns the SHA-256 of a chunk's bytes (block.ChunkSize; the last chunk may be short), if the source has
-	// this digest. ReadAt compares the bytes of such a chunk with a checksum that is as old as the digest.
-	Digest(chunk int64) (digest blob.ID, known bool)
-}
+type Source = block.DigestSource
 
 // Progress of a Backup or Restore. Methods are safe for concurrent use.
 type Progress struct{ total, done atomic.Int64 }

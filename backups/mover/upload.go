@@ -187,7 +187,8 @@ func (u *upload) storeChunk(ctx context.Context, s *segmentWork, c int64) error 
 
 // store returns how chunk c of n bytes is stored now; old is how the base stores the chunk.
 func (u *upload) store(ctx context.Context, c, n int64, old manifest.Chunk) (manifest.Chunk, error) {
-	digest, known := u.src.Digest(c)
+	sum, known := u.src.Digest(c)
+	digest := blob.ID(sum)
 	known = known && !u.o.Reread
 	if known {
 		if digest == old.Digest {

@@ -86,9 +86,9 @@ func (d *disk) Next(off int64) (block.Extent, error) {
 	return e, nil
 }
 
-func (d *disk) Digest(c int64) (blob.ID, bool) {
+func (d *disk) Digest(c int64) (sum [32]byte, known bool) {
 	if !d.digests {
-		return blob.ID{}, false
+		return sum, false
 	}
 	if data := d.chunk(c); data != nil {
 		return blob.Sum(data), true

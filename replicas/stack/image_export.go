@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -90,14 +89,8 @@ func (d *Disk) Taken(img block.Image) (sum int64, err error) {
 
 // Digests implements block.Exporter.
 func (d *Disk) Digests(ctx context.Context, img block.Image) (block.Image, error) {
-	for _, uid := range img.Layers {
-		err := d.FinishNow(ctx, uid)
-		if _, derr := d.Record(uid); derr != nil {
-			if errors.Is(err, os.ErrNotExist) || err == nil {
-				err = derr
-			}
-			return img, fmt.Errorf("layer %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
-		}
+	if err := d.MakeDigests(ctx, img.Layers); err != nil {
+		return img, err
 	}
 	root, err := d.rootOf(img.Layers)
 	if err != nil {

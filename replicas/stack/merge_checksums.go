@@ -1,7 +1,6 @@
 package stack
 
 import (
-	"bytes"
 	"cmp"
 	"encoding/binary"
 	"errors"
@@ -98,9 +97,6 @@ func (r *Replica) matchesGiver(p *part, gave *layer.Layer, blk []byte) (known, w
 	page.used = true
 	return true, format.BlockCRC(blk) == binary.LittleEndian.Uint32(page.crc[b&(format.CRCPageBlocks-1)*crcSize:])
 }
-
-// noSum is the digest of a chunk that was damaged before the merge: no content has this digest.
-var noSum = [sumSize]byte(bytes.Repeat([]byte{0xff}, sumSize))
 
 // chunkSound reports whether every block of a chunk of the target matches the checksum from its former layer.
 func (w *merger) chunkSound(c int64, chunk []byte) (bool, error) {

@@ -180,7 +180,7 @@ func (w *merger) describeResult(ctx context.Context, dir string) (layer.Record, 
 		return rec, err
 	}
 	rec.Root, err = format.RootDigest(m.sums, w.size, &m.kinds, func(c int64, sum [sumSize]byte) {
-		if sum == noSum {
+		if sum == format.NoSum {
 			w.recordDamage(c, min(chunkSize, w.size-c*chunkSize))
 		}
 	})

@@ -161,7 +161,7 @@ func (m *mapper) digestChunk(c int64, buf []byte) error {
 		if whole, err = w.chunkSound(c, chunk); err == nil && whole {
 			err = format.PutCRCs(m.crcs, c, chunk)
 		} else if !whole {
-			sum = noSum
+			sum = format.NoSum
 		}
 	}
 	if err != nil {

@@ -1,6 +1,7 @@
 package format
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
@@ -9,6 +10,7 @@ import (
 	"hash"
 	"io"
 	"iter"
+	"math/bits"
 	"sync"
 
 	"drover.io/drover/block"
@@ -37,6 +39,24 @@ type ChunkSums struct {
 type ChunkKinds struct {
 	bits [ChunkBlocks / 4]byte
 	Data bool // some of them are data
+}
+
+// KindsOf packs the kinds of a chunk's blocks.
+func KindsOf(kinds []block.Kind) (k ChunkKinds) {
+	for i, v := range kinds {
+		k.bits[i>>2] |= byte(v) << (i & 3 * 2)
+		k.Data = k.Data || v == block.Data
+	}
+	return k
+}
+
+// DataBlocks counts the blocks of data.
+func (k *ChunkKinds) DataBlocks() (n int64) {
+	const dataBits = 0xaa // block.Data is the only kind with the higher bit
+	for _, b := range k.bits {
+		n += int64(bits.OnesCount8(b & dataBits))
+	}
+	return n
 }
 
 // Chunks yields the chunks that are not all holes, in order.
@@ -96,11 +116,9 @@ func (x *Index) Held() (data, zero int64) {
 func ChunkSum(r io.ReaderAt, k ChunkKinds, c, size int64, buf []byte) (sum [SumSize]byte, err error) {
 	b := buf[:min(ChunkSize, size-c*ChunkSize)]
 	if !k.Data {
-		if int64(len(b)) == ChunkSize {
-			return zeroSum(), nil
-		}
-		clear(b)
-	} else if n, err := r.ReadAt(b, c*ChunkSize); n < len(b) {
+		return ZeroSum(int64(len(b))), nil
+	}
+	if n, err := r.ReadAt(b, c*ChunkSize); n < len(b) {
 		if err == nil || errors.Is(err, io.EOF) {
 			err = io.ErrUnexpectedEOF
 		}
@@ -108,6 +126,17 @@ func ChunkSum(r io.ReaderAt, k ChunkKinds, c, size int64, buf []byte) (sum [SumS
 	}
 	return sha256.Sum256(b), nil
 }
+
+// ZeroSum is the digest of a chunk of n zeros.
+func ZeroSum(n int64) [SumSize]byte {
+	if n == ChunkSize {
+		return zeroSum()
+	}
+	return sha256.Sum256(make([]byte, n))
+}
+
+// NoSum is the digest of a chunk that was damaged before a merge: no content has this digest.
+var NoSum = [SumSize]byte(bytes.Repeat([]byte{0xff}, SumSize))
 
 // zeroSum is the digest of a whole chunk of zeros.
 var zeroSum = sync.OnceValue(func() [SumSize]byte { return sha256.Sum256(make([]byte, ChunkSize)) })

@@ -115,8 +115,8 @@ func (d *Store) rightCRCs(l *Layer, c int64, buf []byte) error {
 }
 
 // compareChecksums compares bytes that were read from a layer with the checksums, and reads partial blocks as a whole.
-// Holes have no checksum.
-func (l *Layer) compareChecksums(p []byte, off int64) error {
+// Holes have no checksum; with data there are none among the blocks.
+func (l *Layer) compareChecksums(p []byte, off int64, data bool) error {
 	first, end := off>>blockBits, (off+int64(len(p))+blockSize-1)>>blockBits
 	from := first >> format.CRCPageBits
 	crcs := block.AlignedBuffer(int(((end-1)>>format.CRCPageBits - from + 1) * format.CRCPageSize))
@@ -140,7 +140,7 @@ func (l *Layer) compareChecksums(p []byte, off int64) error {
 			copy(p[max(at, 0):min(at+blockSize, int64(len(p)))], whole[max(-at, 0):])
 		}
 		want := binary.LittleEndian.Uint32(crcs[(b-from<<format.CRCPageBits)*crcSize:])
-		if format.BlockCRC(whole) != want && (want != 0 || !format.IsZero(whole)) {
+		if hole := want == 0 && !data; format.BlockCRC(whole) != want && (!hole || !format.IsZero(whole)) {
 			return l.judgeRead(p, off, api.Errorf(api.Corrupt, "block %d does not match its checksum", b))
 		}
 	}

@@ -35,7 +35,24 @@ func (s *Source) Size() int64 { return s.l.Rec.Size }
 func (s *Source) ReadAt(p []byte, off int64) (int, error) { return s.l.ReadAt(p, off) }
 
 // ReadAt reads sound content, and fails if the range is damaged.
-func (l *Layer) ReadAt(p []byte, off int64) (int, error) {
+func (l *Layer) ReadAt(p []byte, off int64) (int, error) { return l.readSound(p, off, false) }
+
+// ReadData reads blocks that are data by the map, and fails if a block is damaged. A block without a checksum is
+// compared with the digest, whatever the block holds.
+func (l *Layer) ReadData(p []byte, off int64) error {
+	n, err := l.readSound(p, off, true)
+	if n < len(p) && (err == nil || errors.Is(err, io.EOF)) {
+		err = api.Errorf(api.Corrupt, "layer %s: the file of the data ends %d bytes after %d, before the end of a block of "+
+			"data", l.Rec.UID, n, off)
+	}
+	if n == len(p) {
+		return nil
+	}
+	return err
+}
+
+// readSound reads a range; data says that all blocks are data.
+func (l *Layer) readSound(p []byte, off int64, data bool) (int, error) {
 	if len(l.Damage) > 0 && Hits(l.Damage, off, int64(len(p))) {
 		return 0, api.Errorf(api.Corrupt, "layer %s: the %d bytes at %d are damaged", l.Rec.UID, len(p), off)
 	}
@@ -49,7 +66,7 @@ func (l *Layer) ReadAt(p []byte, off int64) (int, error) {
 		if l.CRCs == nil || n == 0 {
 			return n, err
 		}
-		switch cerr := l.compareChecksums(p[:n], off); {
+		switch cerr := l.compareChecksums(p[:n], off, data); {
 		case errors.Is(cerr, ErrNotFetched):
 			continue // a damaged chunk is fetched again
 		case cerr != nil:

@@ -12,6 +12,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
+var _ block.DigestSource = (*View)(nil)
+
 // View is a whole stack as a block.Source: the content that a guest reads. The caller sets the head of a replica, the
 // lock of its owner and its merge before Open; Close closes all of them.
 type View struct {
@@ -21,6 +23,8 @@ type View struct {
 	layers []*layer.Layer
 	Log    *format.ZeroLog
 	Merge  *layer.Merge // of the replica: blocks below Done have moved
+
+	digests []*layer.ChunkDigests // of layers
 
 	mu  sync.Mutex
 	idx format.Index
@@ -53,7 +57,7 @@ func (v *View) Open(size int64, layers []string, open func(uid string) (*layer.L
 		if err != nil {
 			return err
 		}
-		v.layers = append(v.layers, l)
+		v.layers, v.digests = append(v.layers, l), append(v.digests, layer.NewChunkDigests(l))
 		if l.Rec.Size > size {
 			return api.Errorf(api.Invalid, "layer %s on disk %s is larger than %d bytes", uid, l.Store.Root, size)
 		}
@@ -109,7 +113,7 @@ func (v *View) ReadAt(p []byte, off int64) (int, error) {
 			if moved, gave := v.Merge.Moved(v.layers, int(from-fromLayer)); at < moved {
 				err = l.ReadMoved(part, at, gave)
 			} else {
-				_, err = l.ReadAt(part, at)
+				err = l.ReadData(part, at)
 			}
 		}
 		if err != nil && !errors.Is(err, io.EOF) {
@@ -157,8 +161,8 @@ func (v *View) Close() error {
 	if v.Log != nil && v.Log.File != nil {
 		errs = append(errs, v.Log.Close())
 	}
-	for _, l := range v.layers {
-		errs = append(errs, l.Close())
+	for i, l := range v.layers {
+		errs = append(errs, v.digests[i].Close(), l.Close())
 	}
 	return errors.Join(errs...)
 }
