@@ -171,6 +171,30 @@ type Exporter interface {
 	OpenStack(layers []string, size int64) (Source, error)
 }
 
+// SnapshotDisk is the part of a disk that backups of volumes need. Implemented by replicas/stack, wired by driver.
+// Methods are safe for concurrent use, also by several processes on the same disk.
+type SnapshotDisk interface {
+	// HoldSnapshot finds the layers of a snapshot in a replica, bottom first, with the size of the snapshot in bytes, and
+	// keeps the layers for holder, a UID, even if the snapshot or the replica is deleted. name is the holder's name. A
+	// repeated call returns the layers that are held already, whatever the snapshot. An error of kind not found: the
+	// disk has no such replica or snapshot. An error of kind busy: a layer is being copied or merged; try again later.
+	HoldSnapshot(ctx context.Context, holder, name, replica, snapshot string) (layers []string, size int64, err error)
+	// ReleaseSnapshot ends the hold of a holder, and removes the layers without another reference. No hold: no error.
+	ReleaseSnapshot(holder string) error
+	// HeldSnapshots returns the names of the holders, by holder. After an error some holders may be missing.
+	HeldSnapshots() (map[string]string, error)
+	// MakeDigests makes the missing digests of held layers, which may read each layer once. An error of kind busy:
+	// another caller makes these digests; try again later.
+	MakeDigests(ctx context.Context, layers []string) error
+	// OpenStack opens layers, bottom first, as one source of size bytes. The source is a DigestSource.
+	OpenStack(layers []string, size int64) (Source, error)
+	// ChangedChunks lists, in ascending order, the chunks of the snapshot target of a replica whose bytes may differ from
+	// the snapshot base, as the maps tell. Beyond the end of the base all chunks with data or zeros differ. The list
+	// takes 8 bytes for each chunk that differs. An error of kind not found: the replica, base or target does not exist.
+	// An error of kind busy: a merge is in progress; try again later.
+	ChangedChunks(ctx context.Context, replica, base, target string) ([]int64, error)
+}
+
 // Exact is a LayerWriter that can be held to an existing layer: written blocks of zeros stay data, and Seal refuses
 // content of another root digest.
 type Exact interface {

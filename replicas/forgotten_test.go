@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/replicas/stack"
 )
 
 // TestPinsOfAForgottenDisk: the pins of a clone on other disks are deleted with the clone, even after the user took
@@ -100,5 +101,51 @@ func TestRemoveBesideAFailedDisk(t *testing.T) {
 		case <-w.ctx.Done():
 			t.Fatalf("layers are kept for a clone that is gone: %v", pins)
 		}
+	}
+}
+
+// TestPinOfABackupStays: a restarted data process removes the pin of a removed replica, and keeps the pin of a backup,
+// whose uid is no replica's.
+func TestPinOfABackupStays(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.make("a", 64*mib)
+	w.create(attachment("a"))
+	writeDevice(t, w.attached("a").Status.Device, 0, pattern(4*mib))
+	w.detach("a")
+	s := w.snapshot("a", "s1")
+	r := w.memberOf("a")
+	disk, err := w.disks.Get(r.Spec.Disk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The process goes through the pins in the order of their uids.
+	holder, stale := "00000000-0000-4000-8000-000000000001", "ffffffff-ffff-4fff-8fff-ffffffffffff"
+	w.stopData()
+	if _, _, err := disk.HoldSnapshot(w.ctx, holder, "b", string(r.Spec.UID), string(s.Status.UID)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := disk.Pin(w.ctx, stack.Pin{UID: stale, For: "c", Disk: disk.UID()}, string(r.Spec.UID), ""); err != nil {
+		t.Fatal(err)
+	}
+	w.startData()
+	for tick := time.NewTicker(20 * time.Millisecond); ; { // without a notification
+		if pinned, err := disk.Pinned(stale); err != nil {
+			t.Fatal(err)
+		} else if !pinned {
+			tick.Stop()
+			break
+		}
+		select {
+		case <-tick.C:
+		case <-w.ctx.Done():
+			t.Fatal("the pin of a removed replica stays")
+		}
+	}
+	if held, err := disk.HeldSnapshots(); err != nil || held[holder] != "b" {
+		t.Errorf("holders %v, %v", held, err)
+	}
+	if err := disk.ReleaseSnapshot(holder); err != nil {
+		t.Error(err)
 	}
 }

@@ -16,17 +16,30 @@ import (
 var _ block.Exporter = (*Disk)(nil)
 
 // Hold implements block.Exporter, by a pin.
-func (d *Disk) Hold(ctx context.Context, image, name, replica, snapshot string) (layers []string, size int64,
+func (d *Disk) Hold(ctx context.Context, image, name, replica, snapshot string) ([]string, int64, error) {
+	return d.holdLayers(ctx, Pin{UID: image, For: name, Disk: d.UID(), Image: true}, replica, snapshot)
+}
+
+// holdLayers pins the layers of a snapshot of a replica that has all its layers on this disk, unless the pin exists.
+func (d *Disk) holdLayers(ctx context.Context, p Pin, replica, snapshot string) (layers []string, size int64,
 	err error) {
-	lacks, err := d.Lacking(replica)
-	if err != nil {
+	if err := api.UID(p.UID).Validate(); err != nil {
 		return nil, 0, err
 	}
-	if len(lacks) > 0 {
-		return nil, 0, api.Errorf(api.Busy, "replica %s has not all its layers on disk %s yet; try again", replica, d.Root)
+	if _, err := d.readPin(p.UID); errors.Is(err, fs.ErrNotExist) {
+		lacks, err := d.Lacking(replica)
+		if err != nil {
+			return nil, 0, err
+		}
+		if len(lacks) > 0 {
+			return nil, 0, api.Errorf(api.Busy, "replica %s has not all its layers on disk %s yet; try again", replica, d.Root)
+		}
+	} else if err == nil { // a killed process may have written the pin a moment ago
+		if err := d.FS.SyncDir(d.Join(pinsDir, p.UID)); err != nil {
+			return nil, 0, fmt.Errorf("pin %s on disk %s: %w", p.UID, d.Root, diskfs.Classify(err))
+		}
 	}
-	p, err := d.Pin(ctx, Pin{UID: image, For: name, Disk: d.UID(), Image: true}, replica, snapshot)
-	if err != nil {
+	if p, err = d.Pin(ctx, p, replica, snapshot); err != nil {
 		return nil, 0, err
 	}
 	for _, uid := range p.Layers {

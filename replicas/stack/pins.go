@@ -16,8 +16,8 @@ import (
 )
 
 // A pin names layers of this disk for a reader elsewhere: a replica on another disk, until that disk has copies, or a
-// copy in the making. While the pin exists, no process collects or merges the layers, even after the removal of the
-// replica that had the layers.
+// copy or backup in the making. While the pin exists, no process collects or merges the layers, even after the removal
+// of the replica that had the layers.
 
 const (
 	pinsDir   = "pins"
@@ -27,11 +27,12 @@ const (
 
 // Pin is pins/<uid>/pin.json.
 type Pin struct {
-	UID     string    `json:"uid"`             // of the reader, for example a replica
-	For     string    `json:"for"`             // the name of its volume, for people
-	Disk    string    `json:"disk"`            // that it is on
-	Layers  []string  `json:"layers"`          // bottom first
-	Image   bool      `json:"image,omitempty"` // the uid belongs to an image in the making
+	UID     string    `json:"uid"`              // of the reader, for example a replica
+	For     string    `json:"for"`              // the name of its volume, for people
+	Disk    string    `json:"disk"`             // that it is on
+	Layers  []string  `json:"layers"`           // bottom first
+	Image   bool      `json:"image,omitempty"`  // the uid belongs to an image in the making
+	Backup  bool      `json:"backup,omitempty"` // the uid belongs to a backup in the making
 	Created time.Time `json:"created"`
 }
 

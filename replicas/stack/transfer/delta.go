@@ -1,6 +1,7 @@
 package transfer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -56,8 +57,29 @@ func OpenDelta(d *layer.Store, base, target []string, size int64) (_ *Delta, err
 func (x *Delta) Size() int64 { return x.size }
 
 // Next returns the first differing range at or after off, in whole blocks; io.EOF: no further range.
-func (x *Delta) Next(off int64) (block.Extent, error) {
-	blocks := x.size >> blockBits
+func (x *Delta) Next(off int64) (block.Extent, error) { return x.nextBelow(off, x.size) }
+
+// Chunks lists the chunks with differing blocks, in ascending order.
+func (x *Delta) Chunks(ctx context.Context) (list []int64, err error) {
+	for c := range (x.size + chunkSize - 1) / chunkSize {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		_, err := x.nextBelow(c*chunkSize, min((c+1)*chunkSize, x.size))
+		if errors.Is(err, io.EOF) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, c)
+	}
+	return list, nil
+}
+
+// nextBelow is Next for the part of the stacks below limit.
+func (x *Delta) nextBelow(off, limit int64) (block.Extent, error) {
+	blocks := limit >> blockBits
 	start, end := int64(-1), int64(-1)
 	for b := off >> blockBits; b < blocks; b++ {
 		differs, err := x.blockDiffers(b)
