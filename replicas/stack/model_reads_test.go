@@ -99,7 +99,7 @@ func (w *model) unread(d deed) error {
 	k := int(d.A % uint64(len(w.readers)))
 	r := w.readers[k]
 	w.readers = slices.Delete(w.readers, k, k+1)
-	return errors.Join(same(r.src, r.img), r.src.Close())
+	return errors.Join(same(r.src, r.img), sameDigests(r.src), r.src.Close())
 }
 
 // scrub verifies all finished layers.

@@ -86,6 +86,7 @@ type model struct {
 	vols    []*mvol
 	images  []*mimage
 	readers []mreader
+	holds   []*mhold
 	next    uint64
 	disks   int
 	power   bool // the coming kill is a loss of power
@@ -416,7 +417,7 @@ func (w *model) recount() error {
 		}
 		return (i.open || i.removing) && !there
 	})
-	if err := errors.Join(errs...); err != nil {
+	if err := errors.Join(append(errs, w.recountHolds())...); err != nil {
 		return err
 	}
 	for _, i := range w.images {
@@ -502,7 +503,7 @@ func (w *model) check() error {
 			return fmt.Errorf("somebody who reads: %w", err)
 		}
 	}
-	return nil
+	return w.checkHolds()
 }
 
 func (w *model) checkStack(layers []string, size int64, img image) error {
@@ -513,7 +514,7 @@ func (w *model) checkStack(layers []string, size int64, img image) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(same(src, img), src.Close())
+	return errors.Join(same(src, img), sameDigests(src), src.Close())
 }
 
 func (w *model) checkOpen(v *mvol) error {
@@ -562,7 +563,7 @@ func (w *model) finale() error {
 		}
 	}
 	w.vols, w.images = nil, nil
-	err := w.d.Collect(ctx, 0)
+	err := errors.Join(w.releaseAll(), w.d.Collect(ctx, 0))
 	for end := time.Now().Add(time.Minute); err == nil && time.Now().Before(end); { // a starting process holds some layers
 		if left, lerr := w.d.FS.ReadDir(w.d.Join(layer.Dir)); lerr != nil || len(left) == 0 {
 			break
