@@ -26,9 +26,14 @@ type View struct {
 
 	digests []*layer.ChunkDigests // of layers
 
-	mu  sync.Mutex
-	idx format.Index
+	mu    sync.Mutex
+	idx   format.Index
+	built int // pages of idx
 }
+
+// keptPages is after how many built pages of its index a View forgets those that no reader used meanwhile. A backup
+// reads a whole volume once, and a page of many layers takes kilobytes.
+const keptPages = 256
 
 // OpenStack opens finished layers, bottom first, as one source of size bytes.
 func OpenStack(d *layer.Store, layers []string, size int64) (block.Source, error) {
@@ -74,6 +79,9 @@ func (v *View) runAt(b, end int64) (uint16, int64, error) {
 	defer v.mu.Unlock()
 	p := int(b >> pageBits)
 	if !v.idx.Built(p) {
+		if v.built++; v.built%keptPages == 0 {
+			v.idx.DropUnused()
+		}
 		vals := make([]uint16, v.idx.PageLen(p))
 		head := -1
 		if v.Head != nil {
@@ -85,6 +93,7 @@ func (v *View) runAt(b, end int64) (uint16, int64, error) {
 		v.Merge.Redirect(vals, int64(p)<<pageBits, v.layers)
 		v.idx.Load(p, vals)
 	}
+	v.idx.Used[p] = true
 	val, n := v.idx.RunInPage(p, int(b&(pageBlocks-1)), int(min(end-int64(p)<<pageBits, pageBlocks)))
 	return val, int64(n), nil
 }
