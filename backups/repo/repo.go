@@ -3,6 +3,7 @@ package repo
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"os"
 	"strconv"
 
@@ -211,6 +212,11 @@ func tryKeyFiles(ctx context.Context, store target.Store, password string, accep
 		return len(files), api.Errorf(api.KindOf(damaged), "repository: no key file opens with this password: %w",
 			damaged)
 	}
-	return len(files), api.Errorf(api.Denied, "repository: none of %d key files opens with this password; "+
-		"correct BACKUP_PASSWORD in the target's Secret", len(files))
+	return len(files), api.Errorf(api.Denied, "repository: %w: none of %d key files opens with this password; "+
+		"correct BACKUP_PASSWORD in the target's Secret", errWrongPassword, len(files))
 }
+
+var errWrongPassword = errors.New("wrong password")
+
+// IsWrongPassword tells a wrong password from a store that denies the access; both are errors of kind Denied.
+func IsWrongPassword(err error) bool { return errors.Is(err, errWrongPassword) }

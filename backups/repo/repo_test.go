@@ -88,6 +88,9 @@ func TestOpenTellsFailuresApart(t *testing.T) {
 		if (err == nil) != (c.want == api.Other) || err != nil && !api.Is(err, c.want) {
 			t.Errorf("%s: %v, want kind %v", c.name, err, c.want)
 		}
+		if IsWrongPassword(err) != (c.name == "wrong password") {
+			t.Errorf("%s: a wrong password is %v", c.name, IsWrongPassword(err))
+		}
 		if err != nil && (strings.Contains(err.Error(), password) || strings.Contains(err.Error(), "swordfish")) {
 			t.Errorf("%s: the message has the password: %v", c.name, err)
 		}
