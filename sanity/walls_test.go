@@ -135,6 +135,8 @@ var walls = []wall{
 		"a manifest is folders in a repository; it knows neither sources nor the API server"},
 	{[]string{"backups/mover"}, []string{"api", "block", "backups/target", "backups/repo", "backups/manifest"},
 		"a mover copies bytes; it knows neither replicas nor the API server"},
+	{[]string{"backups/host/targets"}, []string{"api", "block", "backups/target", "backups/repo"},
+		"targets looks after repositories; it knows neither the content of backups nor volumes"},
 	{[]string{"backups/repo/tree"}, []string{"api", "backups/repo/blob"}, "a tree is bytes; it knows no store"},
 	{[]string{"backups/repo/blob"}, []string{"api"}, "a blob is sealed bytes; it knows neither packs nor stores"},
 	{[]string{"backups/repo/keys", "backups/repo/pack"}, []string{"api", "backups/repo/blob"},

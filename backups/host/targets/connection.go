@@ -1,0 +1,99 @@
+package targets
+
+import (
+	"context"
+	"io"
+	"path/filepath"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/target"
+	"drover.io/drover/backups/target/address"
+)
+
+// connection is an open store with the password of its repository.
+type connection struct {
+	store     target.Store
+	password  string
+	encrypted bool // the password is the user's, not the published one
+	options   repo.Options
+}
+
+// connect opens the store of a target with the credentials of secret. The caller closes the connection. Errors are
+// faults, unless ctx ended.
+func (r *Repositories) connect(ctx context.Context, t *api.BackupTarget, secret *corev1.Secret) (*connection, error) {
+	password, own, err := address.Password(secret.Data)
+	if err != nil {
+		return nil, &fault{api.ReasonBadSecret, err}
+	}
+	store, err := r.openStore(ctx, t.Spec.BackupTargetURL, secret.Data)
+	if err != nil {
+		return nil, storeFault(ctx, err)
+	}
+	return &connection{store: store, password: password, encrypted: own,
+		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node}}, nil
+}
+
+// cacheOf is the folder for the index tables of a target.
+func (r *Repositories) cacheOf(t *api.BackupTarget) string {
+	return filepath.Join(r.cache, string(t.UID))
+}
+
+// openAddress is the default of Options.OpenStore.
+func openAddress(ctx context.Context, url string, secret map[string][]byte) (target.Store, error) {
+	a, err := address.Parse(url)
+	if err != nil {
+		return nil, &fault{api.ReasonBadURL, err}
+	}
+	store, err := a.Open(ctx, secret)
+	if api.Is(err, api.Invalid) {
+		err = &fault{api.ReasonBadSecret, err}
+	}
+	return store, err
+}
+
+func (c *connection) close() error {
+	if closer, ok := c.store.(io.Closer); ok {
+		return closer.Close()
+	}
+	return nil
+}
+
+// open opens the repository and compares it with the known one. If none is known, a store without a repository is an
+// error of kind NotFound and no fault.
+func (c *connection) open(ctx context.Context, known string) (*repo.Repository, error) {
+	r, err := repo.Open(ctx, c.store, c.password, c.options)
+	switch {
+	case api.Is(err, api.NotFound) && known == "":
+		return nil, err
+	case api.Is(err, api.NotFound):
+		return nil, faultf(api.ReasonLostRepository, "repository %.8s: %w; mount or restore the folder or bucket, or, if "+
+			"the backups are lost, make the BackupTarget again", known, err)
+	case err != nil:
+		return nil, storeFault(ctx, err)
+	case known != "" && r.ID() != known:
+		return nil, faultf(api.ReasonOtherRepository, "repository %.8s: the store has another repository, %.8s; correct "+
+			"backupTargetURL or the mount, or make the BackupTarget again to use the other repository", known, r.ID())
+	}
+	return r, nil
+}
+
+// readSecret reads the Secret of a target; an empty one if the target names none.
+func (r *Repositories) readSecret(ctx context.Context, t *api.BackupTarget) (*corev1.Secret, error) {
+	s, ref := &corev1.Secret{}, t.Spec.CredentialSecret
+	if ref == nil {
+		return s, nil
+	}
+	err := r.live.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, s)
+	if client.IgnoreNotFound(err) != nil {
+		return nil, api.Explain(err, "Secret %s in namespace %s", ref.Name, ref.Namespace)
+	}
+	if err != nil {
+		return nil, faultf(api.ReasonBadSecret, "Secret %s in namespace %s: does not exist; create the Secret", ref.Name,
+			ref.Namespace)
+	}
+	return s, nil
+}

@@ -1,0 +1,231 @@
+package targets
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/driver/kubeapi/apitest"
+)
+
+// TestDeletionFreesSpace: deleted Backups, made here or found, lose their snapshots before their finalizers, and a
+// sweep a minute later frees the space; a sweep of the last backup frees everything.
+func TestDeletionFreesSpace(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	kept, found := s.save(1<<20, factsOf("kept").Tags()...), s.save(3<<20, factsOf("found").Tags()...)
+	made := s.save(3<<20, factsOf("made").Tags()...)
+	w.makeBackup("made", "default", made)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	before := s.bytes()
+	deletes := func(names ...string) *api.BackupTarget {
+		t.Helper()
+		for _, name := range names {
+			w.Delete(w.backups()[name])
+		}
+		for _, name := range names {
+			w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named(name)}, &api.BackupList{})
+		}
+		b := w.awaitTarget("default", "to be swept", func(b *api.BackupTarget) bool { return b.Status.SweepRequested != nil })
+		if b.Status.LastSweep != nil && !b.Status.LastSweep.EndedAt.Before(b.Status.SweepRequested) {
+			t.Errorf("swept before the request: %+v", b.Status)
+		}
+		w.clock.advance(time.Minute)
+		w.wake("default")
+		return w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.SweepRequested == nil })
+	}
+	st := deletes("made", "found").Status
+	if s.has(found) || s.has(made) || !s.has(kept) || st.Backups != 1 {
+		t.Errorf("snapshots are wrong; %+v", st)
+	}
+	if after := s.bytes(); before-after < 6<<20 || st.LastSweep.FreedBytes < 6<<20 || st.LastSweep.Message != "" {
+		t.Errorf("%d bytes before, %d after; %+v", before, after, st.LastSweep)
+	}
+	w.clock.advance(time.Minute)
+	if st := deletes("kept").Status; s.bytes() > 1<<16 || st.LastSweep.FreedBytes < 1<<20 || st.LastSweep.Message != "" {
+		t.Errorf("%d bytes are left of an empty repository; %+v", s.bytes(), st.LastSweep)
+	}
+}
+
+// TestFinalizerOutlivesTheSnapshot: while the store refuses the deletion, the Backup exists and says why; after the end
+// of the fault it is deleted.
+func TestFinalizerOutlivesTheSnapshot(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	id := s.save(100, factsOf("b").Tags()...)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	w.hooks.set(func(_ context.Context, operation, name string) error {
+		if operation == "delete" && strings.HasPrefix(name, "snapshots/") {
+			return api.Errorf(api.Unavailable, "the store sleeps")
+		}
+		return nil
+	})
+	w.Delete(w.backups()["b"])
+	b := w.awaitBackup("b", "waiting", func(b *api.Backup) bool { return b.Status.Message != "" })
+	if b.Status.State != api.BackupDeleting || !strings.Contains(b.Status.Message, "the store sleeps") || !b.Ended() ||
+		!s.has(id) {
+		t.Errorf("status %+v", b.Status)
+	}
+	w.hooks.set(nil)
+	w.clock.advance(time.Minute)
+	w.wake("default")
+	w.AwaitDeleted(b, &api.BackupList{})
+	if s.has(id) {
+		t.Error("the snapshot exists")
+	}
+}
+
+// TestReadOnlyTargetKeepsBackups: a read-only target lists backups and deletes and sweeps nothing.
+func TestReadOnlyTargetKeepsBackups(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	id := s.save(100, factsOf("b").Tags()...)
+	w.hooks.set(func(_ context.Context, operation, name string) error {
+		if operation == "put" || operation == "delete" {
+			t.Errorf("%s of %s in a read-only target", operation, name)
+		}
+		return nil
+	})
+	b := w.addTarget("default", s.url(), "x")
+	apitest.Edit(w.Server, b, func(b *api.BackupTarget) { b.Spec.ReadOnly = true })
+	w.awaitReason("default", api.ReasonAvailable, "")
+	apitest.EditStatus(w.Server, b, func(b *api.BackupTarget) {
+		b.Status.SweepRequested = &metav1.Time{Time: w.clock.now().Add(-time.Hour)}
+	})
+	w.Delete(w.backups()["b"])
+	w.awaitBackup("b", "waiting", func(b *api.Backup) bool {
+		return b.Status.State == api.BackupDeleting && strings.Contains(b.Status.Message, "read-only")
+	})
+	w.sync("default")
+	w.hooks.set(nil)
+	if !s.has(id) {
+		t.Error("the snapshot was deleted")
+	}
+	apitest.Edit(w.Server, b, func(b *api.BackupTarget) { b.Spec.ReadOnly = false })
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("b")}, &api.BackupList{})
+}
+
+// TestFailedBackupIsReleased: a deleted Backup that failed has nothing in the store, so it waits for no store; a begun
+// one asks for a sweep of its packs. Backups that did not end are the business of others.
+func TestFailedBackupIsReleased(t *testing.T) {
+	w := newWorld(t, "node-1")
+	w.addTarget("default", "file:///nowhere", "")
+	w.awaitReason("default", api.ReasonUnreachable, "")
+	source := &api.ExportFact{Volume: "vol", Node: "node-1"}
+	for name, of := range map[string]*api.ExportFact{"begun": source, "working": source} {
+		b := &api.Backup{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{api.Finalizer}},
+			Spec: api.BackupSpec{BackupTargetName: "default", Volume: "vol", Source: of}}
+		w.Create(b)
+		if name == "begun" {
+			apitest.EditStatus(w.Server, b, func(b *api.Backup) { b.Status.State = api.BackupError })
+		}
+		w.Delete(b)
+	}
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("begun")}, &api.BackupList{})
+	w.awaitTarget("default", "to be swept", func(b *api.BackupTarget) bool { return b.Status.SweepRequested != nil })
+	if b := w.backups()["working"]; b == nil || len(b.Finalizers) != 1 || b.Status.State != api.BackupNew {
+		t.Errorf("the Backup in work: %+v", b)
+	}
+}
+
+// TestSweepWaitsForSessions: a sweep waits for a session in progress and deletes packs after its end; a sweep of
+// another program makes the sweep wait, with a message.
+func TestSweepWaitsForSessions(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	s.save(1<<20, factsOf("kept").Tags()...)
+	s.save(3<<20, factsOf("b").Tags()...)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	before := s.bytes()
+
+	busy, err := s.r.Lock(w.Ctx, repo.Sweeping)
+	must(t, err)
+	w.Delete(w.backups()["b"])
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("b")}, &api.BackupList{})
+	w.clock.advance(time.Minute)
+	w.wake("default")
+	w.awaitTarget("default", "waiting", func(b *api.BackupTarget) bool {
+		return b.Status.LastSweep != nil && strings.Contains(b.Status.LastSweep.Message, "elsewhere")
+	})
+	must(t, busy.Close(w.Ctx))
+
+	running, err := s.r.Lock(w.Ctx, repo.Shared)
+	must(t, err)
+	looks := make(chan struct{}, 1)
+	w.hooks.set(func(_ context.Context, operation, name string) error {
+		if operation == "delete" && strings.HasPrefix(name, "data/") {
+			t.Error("a pack is deleted while the session runs")
+		}
+		if operation == "list" && strings.HasPrefix(name, "locks") {
+			select {
+			case looks <- struct{}{}:
+			default:
+			}
+		}
+		return nil
+	})
+	w.clock.advance(time.Minute)
+	w.wake("default")
+	for range 20 { // looks at the locks: the sweep waits
+		<-looks
+	}
+	if after := s.bytes(); after < before-1<<20 {
+		t.Errorf("%d bytes, before %d", after, before)
+	}
+	w.hooks.set(nil)
+	must(t, running.Close(w.Ctx))
+	w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.SweepRequested == nil })
+	if after := s.bytes(); before-after < 3<<20 {
+		t.Errorf("%d bytes, before %d", after, before)
+	}
+}
+
+// TestNewDeletionOutlivesTheSweep: a deletion during a sweep asks for another sweep.
+func TestNewDeletionOutlivesTheSweep(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	for _, name := range []string{"kept", "first", "second"} {
+		s.save(1<<20, factsOf(name).Tags()...)
+	}
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	session, err := s.r.Lock(w.Ctx, repo.Shared)
+	must(t, err)
+	w.Delete(w.backups()["first"])
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("first")}, &api.BackupList{})
+	w.clock.advance(time.Minute)
+	hidden := make(chan struct{}, 1)
+	w.hooks.set(func(_ context.Context, operation, name string) error {
+		if operation == "delete" && strings.Contains(name, "index/") {
+			select {
+			case hidden <- struct{}{}:
+			default:
+			}
+		}
+		return nil
+	})
+	w.wake("default")
+	<-hidden // the sweep has looked at the snapshots
+	w.Delete(w.backups()["second"])
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("second")}, &api.BackupList{})
+	request := w.awaitTarget("default", "asked", func(b *api.BackupTarget) bool { return b.Status.SweepRequested != nil })
+	must(t, session.Close(w.Ctx))
+	swept := w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.LastSweep != nil })
+	if !swept.Status.SweepRequested.Equal(request.Status.SweepRequested) {
+		t.Errorf("the request of the second deletion is lost: %+v", swept.Status)
+	}
+	w.clock.advance(time.Minute)
+	w.wake("default")
+	w.awaitTarget("default", "swept again", func(b *api.BackupTarget) bool { return b.Status.SweepRequested == nil })
+	if n := s.bytes(); n > 2<<20 {
+		t.Errorf("%d bytes are left", n)
+	}
+}

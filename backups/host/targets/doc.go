@@ -1,0 +1,23 @@
+// Package targets is the node role's work for BackupTargets. It owns the status of each BackupTarget, the Backups that
+// it finds in stores, the deletion of ended Backups from stores, and sweeps. It also opens the repositories of targets
+// for other work of the node.
+//
+// One node looks after a target, its owner (ownerOf). Two nodes may take turns, and for a moment both act. Therefore:
+//
+//   - Each write of a status is a compare-and-swap; after a conflict the reconciler reads again.
+//   - All work in a repository is safe with other sessions, with one exception: only the node whose claim stands in
+//     status.initializing makes a repository, for initTime, and other nodes respect the claim for claimTime.
+//   - A Backup is deleted from the store before its finalizer, and status.sweepRequested is set in between.
+//   - A Backup that the store lacks loses its finalizer before its deletion: no node takes the deletion for the wish of
+//     a user, which would delete the snapshot in the store.
+//
+// Everything that a store returns is hostile: Facts bounds tags, and package repo bounds the rest.
+//
+// Goroutines: the reconcilers are the manager's. A store may hang, so all work with stores runs in goroutines of the
+// jobSet, a Runnable of the manager that waits for all of them: at most one visit, one deletion and one sweep for each
+// target. A job wakes the reconciler at its end, and the reconciler reads the result.
+//
+// Lock order: targetReconciler.mu, jobSet.mu and Repositories.mu guard maps and counts; no two of them are held
+// together, and none over a request to the API server or a store. A repositoryEntry.turn is held while a caller opens
+// the repository, before Repositories.mu. A targetRecord belongs to the reconcile of its target.
+package targets

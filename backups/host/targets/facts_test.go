@@ -1,0 +1,106 @@
+package targets
+
+import (
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// TestTagsKeepFacts: ParseTags returns the facts of Tags, with every label within the bounds, also among tags of users.
+func TestTagsKeepFacts(t *testing.T) {
+	for name, change := range map[string]func(*Facts){
+		"all":      func(*Facts) {},
+		"least":    func(f *Facts) { *f = Facts{Backup: "b", Volume: "v", Object: uid(1)} },
+		"no label": func(f *Facts) { f.Labels = nil },
+		"labels": func(f *Facts) {
+			f.Labels = map[string]string{"": "dropped", "=": "=", "%3D": "%", "long": strings.Repeat("x", labelValueLimit+1),
+				"drover.io/x": "ü", "bad": "\xff"}
+		},
+	} {
+		f := factsOf("daily-1")
+		change(&f)
+		got, ok := ParseTags(append([]string{"mine", "mine=x"}, f.Tags()...))
+		for _, dropped := range []string{"", "long", "bad"} {
+			delete(f.Labels, dropped)
+		}
+		if !ok || !reflect.DeepEqual(got, f) {
+			t.Errorf("%s: %+v, %v, want %+v", name, got, ok, f)
+		}
+	}
+}
+
+// TestTagsAreDistrusted: ParseTags refuses tags that Drover does not write.
+func TestTagsAreDistrusted(t *testing.T) {
+	good := factsOf("daily-1").Tags()
+	with := func(key, value string) []string {
+		tags := slices.DeleteFunc(slices.Clone(good), func(tag string) bool {
+			return strings.HasPrefix(tag, key+"=") || tag == key
+		})
+		return append(tags, key+"="+value)
+	}
+	for name, tags := range map[string][]string{
+		"none":            nil,
+		"of restic":       {"daily"},
+		"without drover":  slices.Clone(good[1:]),
+		"other kind":      with("kind", "image"),
+		"twice":           append(slices.Clone(good), "backup=other"),
+		"path":            with("backup", "../../etc"),
+		"long name":       with("backup", strings.Repeat("a", nameLimit+1)),
+		"no name":         with("backup", ""),
+		"no volume":       with("volume", ""),
+		"bad volume":      with("volume", "A\x00"),
+		"bad object":      with("object", "x"),
+		"no object":       with("object", ""),
+		"bad uid":         with("uid", "../x"),
+		"negative size":   with("size", "-1"),
+		"huge size":       with("size", "999999999999999999999"),
+		"too large size":  with("size", fmt.Sprint(int64(1)<<62)),
+		"odd size":        with("size", "+1"),
+		"bad time":        with("created", "yesterday"),
+		"bad mode":        with("mode", "partial"),
+		"bad image":       with("image", "a/b"),
+		"bad snapshot":    with("snapshot", "a b"),
+		"bad snapshotUID": with("snapshot-uid", "a b"),
+		"too many":        append(slices.Clone(good), make([]string, tagsLimit)...),
+	} {
+		if f, ok := ParseTags(tags); ok {
+			t.Errorf("%s: accepted as %+v", name, f)
+		}
+	}
+	if _, ok := ParseTags(with("size", "1")); !ok {
+		t.Error("the test refuses good tags")
+	}
+}
+
+// TestLabelsAreBounded: a store cannot fill an object with labels.
+func TestLabelsAreBounded(t *testing.T) {
+	tags := factsOf("b").Tags()
+	for i := range labelsLimit + 10 {
+		tags = append(tags, fmt.Sprintf("%s%d=x", labelTag, i))
+	}
+	f, ok := ParseTags(tags)
+	if !ok || len(f.Labels) != labelsLimit || len(f.Tags()) > tagsLimit {
+		t.Errorf("%d labels, %d tags, %v", len(f.Labels), len(f.Tags()), ok)
+	}
+}
+
+// FuzzParseTags: accepted tags are facts that Tags writes and ParseTags reads again.
+func FuzzParseTags(f *testing.F) {
+	f.Add(strings.Join(factsOf("daily-1").Tags(), "\n"))
+	f.Add("drover\nkind=volume\nvolume=v\nbackup=b\nobject=00000000-0000-4000-8000-000000000000\nlabel:%253D=x\nlabel:=y")
+	f.Fuzz(func(t *testing.T, text string) {
+		facts, ok := ParseTags(strings.Split(text, "\n"))
+		if !ok {
+			return
+		}
+		again, ok := ParseTags(facts.Tags())
+		if !ok || !reflect.DeepEqual(again, facts) {
+			t.Errorf("%+v became %+v, %v", facts, again, ok)
+		}
+		if !isName(facts.Backup) || !isName(facts.Volume) || len(facts.Labels) > labelsLimit || facts.VolumeSize < 0 {
+			t.Errorf("accepted %+v", facts)
+		}
+	})
+}

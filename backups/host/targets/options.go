@@ -1,0 +1,56 @@
+package targets
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"drover.io/drover/backups/target"
+)
+
+// Options of the work for BackupTargets. The zero value of a field stands for its default.
+type Options struct {
+	Log *slog.Logger
+	// Cache is the folder for the index tables of repositories; one folder for each target below.
+	Cache string
+	// Now is the clock of intervals; time.Now.
+	Now func() time.Time
+	// Retry is the interval between two attempts after a failure; 1 min.
+	Retry time.Duration
+	// Confirm is the least interval between two lists that agree on the loss of a backup; 1 min.
+	Confirm time.Duration
+	// SweepDelay is how long a sweep waits for further deletions; 1 min.
+	SweepDelay time.Duration
+	// SweepPoll is the interval of a sweep between two looks at the sessions that the sweep waits for; 5 s.
+	SweepPoll time.Duration
+	// OpenStore opens the store of a URL with the credentials of a Secret; address.Parse and Open.
+	OpenStore func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error)
+}
+
+// sweepRetry is the interval between two sweeps after a failure that needs a person.
+const sweepRetry = time.Hour
+
+// Times of the claim of a node that makes a repository: how long the node may take, and how long others respect the
+// claim.
+const (
+	initTime  = 2 * time.Minute
+	claimTime = 5 * time.Minute
+)
+
+func (o Options) withDefaults() Options {
+	if o.Log == nil {
+		o.Log = slog.Default()
+	}
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	if o.OpenStore == nil {
+		o.OpenStore = openAddress
+	}
+	for _, d := range []*time.Duration{&o.Retry, &o.Confirm, &o.SweepDelay} {
+		if *d <= 0 {
+			*d = time.Minute
+		}
+	}
+	return o
+}

@@ -1,0 +1,186 @@
+package targets
+
+import (
+	"context"
+	"maps"
+	"slices"
+
+	"golang.org/x/sync/errgroup"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+)
+
+// parallelLoads is how many snapshots a visit reads at once: the reads of small objects mostly wait for the store.
+const parallelLoads = 8
+
+// foundBackup is a snapshot that is a backup of Drover.
+type foundBackup struct {
+	snapshot repo.Snapshot
+	facts    Facts
+}
+
+// pull gives each backup of Drover in the store a Backup with a status. known are the Backups by snapshot.
+func (v *visit) pull(ctx context.Context, r *repo.Repository, files []repo.SnapshotFile, known map[blob.ID]*api.Backup,
+	result *visitResult) error {
+	var unknown []repo.SnapshotFile
+	for _, f := range files {
+		if _, foreign := v.memory.foreign[f.ID]; foreign {
+			continue
+		}
+		if b := known[f.ID]; b == nil || b.Status.State == api.BackupNew && b.DeletionTimestamp == nil {
+			unknown = append(unknown, f)
+			continue
+		}
+		result.backups++
+	}
+	found, err := v.loadFacts(ctx, r, unknown)
+	if err != nil {
+		return err
+	}
+	result.backups += len(found)
+	for _, f := range found {
+		var created bool
+		if b := known[f.snapshot.ID]; b != nil {
+			err = v.describe(ctx, b.DeepCopy(), f)
+		} else {
+			created, err = v.pullBackup(ctx, f)
+		}
+		if err != nil {
+			return err
+		}
+		if created {
+			result.found++
+		}
+	}
+	return nil
+}
+
+// loadFacts reads snapshots, and remembers those that are no backups of Drover. It skips damaged snapshots, and
+// snapshots that were deleted since the list.
+func (v *visit) loadFacts(ctx context.Context, r *repo.Repository, files []repo.SnapshotFile) ([]foundBackup, error) {
+	all := make([]*foundBackup, len(files))
+	foreign := make([]bool, len(files))
+	group, loadCtx := errgroup.WithContext(ctx)
+	group.SetLimit(parallelLoads)
+	for i, f := range files {
+		group.Go(func() error {
+			s, err := r.LoadSnapshot(loadCtx, f)
+			if repo.IsDamage(err) {
+				v.log.Warn("a snapshot of the repository is skipped", "target", v.target.Name, "err", err)
+				return nil
+			}
+			if err != nil {
+				return err
+			}
+			facts, ours := ParseTags(s.Tags)
+			if foreign[i] = !ours; ours {
+				all[i] = &foundBackup{s, facts}
+			}
+			return nil
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return nil, storeFault(ctx, err)
+	}
+	var found []foundBackup
+	for i, f := range files {
+		if foreign[i] {
+			v.memory.foreign[f.ID] = struct{}{}
+		}
+		if all[i] != nil {
+			found = append(found, *all[i])
+		}
+	}
+	return found, nil
+}
+
+// pullBackup creates the Backup of a snapshot, and describes it. While a Backup of the name has not ended, the snapshot
+// may be its: a later visit decides.
+func (v *visit) pullBackup(ctx context.Context, f foundBackup) (created bool, err error) {
+	id := f.snapshot.ID
+	for _, name := range pulledNames(f.facts.Backup, id) {
+		b := v.newBackup(name, f)
+		err := v.Create(ctx, b)
+		if created = err == nil; apierrors.IsAlreadyExists(err) {
+			b = &api.Backup{}
+			err = v.repositories.live.Get(ctx, client.ObjectKey{Name: name}, b)
+		}
+		if err != nil {
+			return false, ignoreRace(api.Explain(err, "backup %s: create the object", name), err)
+		}
+		existing, ok := snapshotOf(b)
+		switch {
+		case ok && existing == id && b.Target() == v.target.Name:
+			return created, v.describe(ctx, b, f)
+		case b.Target() == v.target.Name && !b.Ended():
+			return false, nil
+		}
+	}
+	v.log.Warn("a backup of the store gets no object: other Backups have its names", "target", v.target.Name,
+		"backup", f.facts.Backup, "snapshot", id)
+	return false, nil
+}
+
+// pulledNames are the names that the Backup of a snapshot may have, in order of preference.
+func pulledNames(name string, id blob.ID) []string {
+	suffix := "-" + id.String()[:8]
+	return []string{name, name[:min(len(name), nameLimit-len(suffix))] + suffix}
+}
+
+func (v *visit) newBackup(name string, f foundBackup) *api.Backup {
+	return &api.Backup{
+		ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{api.Finalizer}, Labels: map[string]string{
+			api.LabelVolume: api.LabelValue(f.facts.Volume), api.LabelBackupTarget: api.LabelValue(v.target.Name)}},
+		Spec: api.BackupSpec{BackupTargetName: v.target.Name, Volume: f.facts.Volume, Labels: maps.Clone(f.facts.Labels),
+			SnapshotID: f.snapshot.ID.String()},
+	}
+}
+
+// describe writes the status of a Backup that was found in the store.
+func (v *visit) describe(ctx context.Context, b *api.Backup, f foundBackup) error {
+	if b.Spec.SnapshotID == "" || b.Status.State != api.BackupNew {
+		return nil
+	}
+	b.Status = f.facts.Status(v.target.Spec.BackupTargetURL, f.snapshot, v.opts.Now())
+	err := v.Status().Update(ctx, b)
+	return ignoreRace(api.Explain(err, "backup %s: write the status", b.Name), err)
+}
+
+// backupsOf returns the Backups of a target. The caller does not change them.
+func backupsOf(ctx context.Context, c client.Reader, target string) ([]*api.Backup, error) {
+	var list api.BackupList
+	if err := c.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, api.Explain(err, "list backups")
+	}
+	var of []*api.Backup
+	for i := range list.Items {
+		if b := &list.Items[i]; b.Target() == target {
+			of = append(of, b)
+		}
+	}
+	return slices.Clip(of), nil
+}
+
+// snapshotOf returns the snapshot of the repository that a Backup names.
+func snapshotOf(b *api.Backup) (blob.ID, bool) {
+	text := b.Spec.SnapshotID
+	if text == "" {
+		text = b.Status.SnapshotID
+	}
+	id, err := blob.Parse(text)
+	return id, err == nil
+}
+
+// ignoreRace returns explained, or nil if cause says that another program changed or deleted the object meanwhile: the
+// change brings an event or the next visit looks again.
+func ignoreRace(explained, cause error) error {
+	if apierrors.IsConflict(cause) || apierrors.IsNotFound(cause) {
+		return nil
+	}
+	return explained
+}

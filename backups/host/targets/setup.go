@@ -1,0 +1,101 @@
+package targets
+
+import (
+	"context"
+
+	"k8s.io/apimachinery/pkg/types"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
+)
+
+// Setup adds the reconciler of the BackupTargets to the manager of a node, and returns the node's repositories.
+func Setup(mgr ctrl.Manager, node string, o Options) (*Repositories, error) {
+	r := newReconciler(mgr, node, o)
+	return r.repositories, r.setup(mgr)
+}
+
+func newReconciler(mgr ctrl.Manager, node string, o Options) *targetReconciler {
+	o = o.withDefaults()
+	return &targetReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, opts: o,
+		repositories: &Repositories{live: mgr.GetAPIReader(), node: node, cache: o.Cache, openStore: o.OpenStore, log: o.Log,
+			entries: map[types.UID]*repositoryEntry{}},
+		jobs: newJobSet(), events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backup-targets"),
+		owner: ownerOf, records: map[string]*targetRecord{}}
+}
+
+func (r *targetReconciler) setup(mgr ctrl.Manager) error {
+	if err := mgr.Add(r.jobs); err != nil {
+		return err
+	}
+	if err := mgr.Add(cacheCleaner{r}); err != nil {
+		return err
+	}
+	target := handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+		return watch.Requests(o.(*api.Backup).Target())
+	})
+	everyNode := false
+	return ctrl.NewControllerManagedBy(mgr).Named("backup-targets").For(&api.BackupTarget{}).
+		Watches(&api.Backup{}, target, builder.WithPredicates(predicate.Funcs{
+			CreateFunc: func(e event.CreateEvent) bool { return e.Object.GetDeletionTimestamp() != nil },
+			UpdateFunc: func(e event.UpdateEvent) bool { return deletionChanged(e.ObjectOld, e.ObjectNew) },
+			DeleteFunc: func(event.DeleteEvent) bool { return false },
+		})).
+		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(r.allTargets), watch.Updates(returned)).
+		WatchesRawSource(source.Channel(r.jobs.wake, &handler.EnqueueRequestForObject{})).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode, NewQueue: backlog.New}).
+		Complete(r)
+}
+
+// deletionChanged reports whether a Backup became one to delete from the store.
+func deletionChanged(old, now client.Object) bool {
+	return !old.GetDeletionTimestamp().Equal(now.GetDeletionTimestamp()) ||
+		old.(*api.Backup).Ended() != now.(*api.Backup).Ended()
+}
+
+// returned reports whether a silent node is alive again, or a node is deleted. Silence itself has no event.
+func returned(old, now client.Object) bool {
+	a, b := old.(*api.Node), now.(*api.Node)
+	return !isAlive(a, b.Status.Heartbeat.Time) || !a.DeletionTimestamp.Equal(b.DeletionTimestamp)
+}
+
+// allTargets requests all targets, because their owners may change.
+func (r *targetReconciler) allTargets(ctx context.Context, _ client.Object) []reconcile.Request {
+	var list api.BackupTargetList
+	if err := r.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		r.log.Error("backup targets cannot be listed", "err", err)
+		return nil
+	}
+	var all []reconcile.Request
+	for i := range list.Items {
+		all = append(all, watch.Request(list.Items[i].Name))
+	}
+	return all
+}
+
+// cacheCleaner removes the index tables of deleted targets when the manager starts.
+type cacheCleaner struct{ *targetReconciler }
+
+var _ manager.Runnable = cacheCleaner{}
+
+// Start implements manager.Runnable.
+func (c cacheCleaner) Start(ctx context.Context) error {
+	if err := c.repositories.removeCaches(ctx); err != nil {
+		c.log.Warn("the index tables of deleted backup targets cannot be removed", "err", err)
+	}
+	return nil
+}
+
+// NeedLeaderElection is false: every node has its own index tables.
+func (cacheCleaner) NeedLeaderElection() bool { return false }

@@ -1,0 +1,88 @@
+package targets
+
+import (
+	"context"
+	"errors"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+)
+
+// sweepResult is the outcome of a sweep.
+type sweepResult struct {
+	request metav1.Time // SweepRequested at the start
+	stats   repo.SweepStats
+	err     error
+}
+
+// withRepository calls do with the repository of a target, which it opens from the store: the repository in use by
+// others may no longer be the store's.
+func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
+	do func(*repo.Repository) error) (err error) {
+	if t.Status.RepositoryID == "" {
+		return api.Errorf(api.Unavailable, "the repository is not known yet")
+	}
+	secret, err := r.readSecret(ctx, t)
+	if err != nil {
+		return err
+	}
+	c, err := r.connect(ctx, t, secret)
+	if err != nil {
+		return err
+	}
+	defer r.closeConnection(c)
+	opened, err := c.open(ctx, t.Status.RepositoryID)
+	if err != nil {
+		return err
+	}
+	return do(opened)
+}
+
+// sweep deletes the packs that no backup needs.
+func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, o Options) sweepResult {
+	result := sweepResult{request: *t.Status.SweepRequested}
+	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) error {
+		options := repo.SweepOptions{Poll: o.SweepPoll}
+		backups, err := backupsOf(ctx, r.live, t.Name)
+		if err != nil {
+			return err
+		}
+		for _, b := range backups {
+			if id, ok := snapshotOf(b); ok && b.Ended() && b.DeletionTimestamp == nil {
+				options.Known = append(options.Known, id)
+			}
+		}
+		if len(backups) == 0 { // a store that lists nothing is believed only if no object contradicts
+			files, err := opened.ListSnapshots(ctx)
+			if err != nil {
+				return err
+			}
+			options.Empty = len(files) == 0
+		}
+		result.stats, err = opened.Sweep(ctx, options)
+		return err
+	})
+	return result
+}
+
+// deletionResult is the outcome of a deletion.
+type deletionResult struct {
+	ids []blob.ID
+	err error
+}
+
+// deleteSnapshots deletes snapshots from the repository.
+func (r *Repositories) deleteSnapshots(ctx context.Context, t *api.BackupTarget, ids []blob.ID) deletionResult {
+	return deletionResult{ids, r.withRepository(ctx, t, func(opened *repo.Repository) error {
+		return opened.DeleteSnapshots(ctx, ids...)
+	})}
+}
+
+// isPassing reports whether the cause of a failed sweep may pass without a person.
+func isPassing(err error) bool {
+	kind := api.KindOf(err)
+	return kind == api.Busy || kind == api.Unavailable || kind == api.Other || errors.Is(err, context.DeadlineExceeded)
+}

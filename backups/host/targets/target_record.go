@@ -1,0 +1,185 @@
+package targets
+
+import (
+	"fmt"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"drover.io/drover/api"
+)
+
+// targetRecord is what the owner of a target remembers of it, for the reconcile of the target alone.
+type targetRecord struct {
+	uid types.UID // of the BackupTarget
+
+	visit       *job[visitResult]
+	visited     time.Time            // begin of the last visit; zero: none
+	generation  int64                // of the target at the last visit
+	visitedSpec api.BackupTargetSpec // at the last visit
+	missingAt   time.Time            // visitResult.missingAt
+	claimed     *api.TargetClaim     // of this process; the next visit may make the repository
+	memory      *visitMemory
+
+	deletion      *job[deletionResult]
+	deleteAgain   time.Time          // no deletion begins before
+	deleteMessage string             // why the last deletion failed
+	deleted       map[types.UID]bool // Backups whose trace in the store is deleted; true: without a finalizer, too
+	deletedCount  int32              // snapshots that were deleted since the last status
+	wantsSweep    bool               // a trace was deleted since the last status
+
+	sweep      *job[sweepResult]
+	sweepAgain time.Time // no sweep begins before
+	requested  time.Time // first request of the next sweep; zero: none
+}
+
+// stop cancels the jobs.
+func (rec *targetRecord) stop() {
+	rec.visit.stop()
+	rec.deletion.stop()
+	rec.sweep.stop()
+}
+
+// nextVisit is when the next visit begins; zero: never.
+func (rec *targetRecord) nextVisit(t *api.BackupTarget, retry time.Duration, now time.Time) time.Time {
+	if rec.visited.IsZero() || rec.generation != t.Generation || rec.claimed != nil {
+		return now
+	}
+	next := rec.missingAt
+	if poll := t.Spec.PollInterval.Duration; poll > 0 {
+		next = earlier(next, rec.visited.Add(max(poll, time.Second)))
+	}
+	if !t.Status.Available {
+		next = earlier(next, rec.visited.Add(retry))
+	}
+	return next
+}
+
+// nextSweep is when the next sweep begins; zero: never.
+func (rec *targetRecord) nextSweep(t *api.BackupTarget, delay time.Duration) time.Time {
+	if t.Status.SweepRequested == nil {
+		rec.requested = time.Time{}
+		return time.Time{}
+	}
+	if rec.requested.IsZero() {
+		rec.requested = t.Status.SweepRequested.Time
+	}
+	if t.Spec.ReadOnly || !t.Status.Available {
+		return time.Time{}
+	}
+	if due := rec.requested.Add(delay); due.After(rec.sweepAgain) {
+		return due
+	}
+	return rec.sweepAgain
+}
+
+// hasSameStore reports whether a visit with spec was one of the store that the target has now.
+func hasSameStore(t *api.BackupTarget, spec api.BackupTargetSpec) bool {
+	return t.Spec.BackupTargetURL == spec.BackupTargetURL &&
+		equality.Semantic.DeepEqual(t.Spec.CredentialSecret, spec.CredentialSecret)
+}
+
+// earlier is the earlier of two times; a zero time is never.
+func earlier(a, b time.Time) time.Time {
+	if a.IsZero() || !b.IsZero() && b.Before(a) {
+		return b
+	}
+	return a
+}
+
+// applyVisit brings the result of a visit into the status. The result of a visit of another store is dropped; the next
+// visit follows.
+func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.Time) {
+	v, st := &rec.visit.result, &t.Status
+	if !hasSameStore(t, rec.visitedSpec) {
+		v.reason = ""
+		return
+	}
+	st.OwnerID, st.SyncedRequest = node, v.request
+	rec.missingAt = v.missingAt
+	if v.repositoryID != "" {
+		st.RepositoryID, st.Encrypted, st.Initializing = v.repositoryID, v.encrypted, nil
+	}
+	if v.listed {
+		synced := metav1.NewTime(v.listedAt)
+		st.Backups, st.LastSyncedAt = int32(v.backups), &synced //nolint:gosec // a repository lists at most 2^18 snapshots
+	}
+	if v.reason == "" {
+		return // nothing is known about the target
+	}
+	st.Message = ""
+	if v.err != nil {
+		st.Message = api.ClipMessage(v.err.Error())
+	}
+	if v.reason == api.ReasonNotInitialized {
+		rec.claimRepository(st, node, now)
+	}
+	if st.Available = v.reason == api.ReasonAvailable; st.Available {
+		rec.deleteAgain = time.Time{}
+	}
+	api.SetCondition(&st.Conditions, t.Generation, api.ConditionUnavailable, !st.Available, v.reason, st.Message)
+}
+
+// claimRepository claims the making of the repository, unless another process has the claim. Another process of this
+// node, which ended meanwhile, may have left a store that still works at its requests.
+func (rec *targetRecord) claimRepository(st *api.BackupTargetStatus, node string, now time.Time) {
+	if c := st.Initializing; c != nil && now.Before(c.Since.Add(claimTime)) {
+		st.Message = fmt.Sprintf("the store has no repository; node %s makes one since %s, until %s at most", c.Node,
+			c.Since.UTC().Format(time.RFC3339), c.Since.Add(claimTime).UTC().Format(time.RFC3339))
+		return
+	}
+	st.Initializing = &api.TargetClaim{Node: node, Since: metav1.NewTime(now.Truncate(time.Second))}
+	rec.claimed = st.Initializing
+}
+
+// applyDeletion records the result of a deletion.
+func (rec *targetRecord) applyDeletion(backups []*api.Backup, retry time.Duration, now time.Time) {
+	d := &rec.deletion.result
+	if d.err != nil {
+		rec.deleteAgain, rec.deleteMessage = now.Add(retry), d.err.Error()
+		return
+	}
+	rec.deleteAgain, rec.deleteMessage = time.Time{}, ""
+	for _, b := range backups {
+		id, ok := snapshotOf(b)
+		if _, before := rec.deleted[b.UID]; ok && !before && b.DeletionTimestamp != nil && d.has(id) {
+			rec.deleted[b.UID] = false
+			rec.deletedCount++
+			rec.wantsSweep = true
+		}
+	}
+}
+
+// requestSweep brings the deletions since the last status into the status.
+func (rec *targetRecord) requestSweep(t *api.BackupTarget, now time.Time) {
+	t.Status.Backups = max(0, t.Status.Backups-rec.deletedCount)
+	if rec.wantsSweep {
+		at := metav1.NewTime(now.Truncate(time.Second))
+		t.Status.SweepRequested = &at
+	}
+}
+
+// applySweep brings the result of a sweep into the status.
+func (rec *targetRecord) applySweep(t *api.BackupTarget, now time.Time) {
+	s, st := &rec.sweep.result, &t.Status
+	fact := &api.SweepFact{EndedAt: metav1.NewTime(now), FreedBytes: s.stats.FreedBytes}
+	switch {
+	case s.err == nil:
+		rec.sweepAgain, rec.requested = time.Time{}, time.Time{}
+		if st.SweepRequested.Equal(&s.request) {
+			st.SweepRequested = nil
+		}
+	case api.Is(s.err, api.Busy) && st.LastSweep != nil: // the sweep waits
+		fact = st.LastSweep.DeepCopy()
+	}
+	if s.err != nil {
+		rec.sweepAgain = now.Add(sweepRetry)
+		if isPassing(s.err) {
+			rec.sweepAgain = now.Add(time.Minute)
+		}
+		fact.Message = api.ClipMessage(s.err.Error())
+	}
+	st.LastSweep = fact
+}

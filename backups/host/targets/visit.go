@@ -1,0 +1,199 @@
+package targets
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+)
+
+// visit is one look at the store of a target: it opens the repository, or makes it, and compares the snapshots of the
+// repository with the Backups of the target.
+type visit struct {
+	client.Client
+	repositories *Repositories
+	target       *api.BackupTarget
+	claim        *api.TargetClaim // of this node, which may make the repository; nil: none
+	memory       *visitMemory
+	opts         Options
+	log          *slog.Logger
+}
+
+// visitMemory is what the visits of a target remember, one after the other.
+type visitMemory struct {
+	foreign map[blob.ID]struct{}  // snapshots that are no backups of Drover
+	missing map[blob.ID]time.Time // snapshots of Backups that the last list lacks: end of the first such list
+}
+
+func newVisitMemory() *visitMemory {
+	return &visitMemory{map[blob.ID]struct{}{}, map[blob.ID]time.Time{}}
+}
+
+// visitResult is the outcome of a visit.
+type visitResult struct {
+	request *metav1.Time // SyncRequestedAt that the visit follows
+	reason  string       // of ConditionUnavailable; "": err says nothing about the target
+	err     error
+
+	repositoryID string // "": the repository was not opened
+	encrypted    bool
+	listed       bool // the fields below are known
+	listedAt     time.Time
+	backups      int       // in the store
+	found        int       // Backups that the visit created
+	lost         int       // Backups that the visit deleted
+	missingAt    time.Time // the first missing snapshot may be deleted from then on; zero: none is missing
+}
+
+func (v *visit) run(ctx context.Context) visitResult {
+	result := visitResult{request: v.target.Spec.SyncRequestedAt}
+	result.err = v.visitStore(ctx, &result)
+	switch {
+	case result.err == nil:
+		result.reason = api.ReasonAvailable
+	case ctx.Err() == nil:
+		result.reason = reasonOf(result.err)
+	}
+	return result
+}
+
+func (v *visit) visitStore(ctx context.Context, result *visitResult) (err error) {
+	secret, err := v.repositories.readSecret(ctx, v.target)
+	if err != nil {
+		return err
+	}
+	c, err := v.repositories.connect(ctx, v.target, secret)
+	if err != nil {
+		return err
+	}
+	defer v.repositories.closeConnection(c)
+	r, err := v.openOrInit(ctx, c)
+	if err != nil {
+		return err
+	}
+	result.repositoryID, result.encrypted = r.ID(), c.encrypted
+	return v.compareBackups(ctx, r, result)
+}
+
+// openOrInit opens the repository. Without one it makes the repository, if the node has the claim.
+func (v *visit) openOrInit(ctx context.Context, c *connection) (*repo.Repository, error) {
+	r, err := c.open(ctx, v.target.Status.RepositoryID)
+	if err == nil || reasonOf(err) != "" || !api.Is(err, api.NotFound) {
+		return r, err
+	}
+	if v.target.Spec.ReadOnly {
+		return nil, faultf(api.ReasonReadOnlyAndEmpty, "the store has no repository, and the target is read-only; correct "+
+			"backupTargetURL, or set readOnly to false: Drover then makes a repository")
+	}
+	if v.claim == nil {
+		return nil, faultf(api.ReasonNotInitialized, "the store has no repository; Drover makes one")
+	}
+	left := v.claim.Since.Add(initTime).Sub(v.opts.Now())
+	initCtx, cancel := context.WithTimeoutCause(ctx, left,
+		api.Errorf(api.Unavailable, "the store did not make a repository in %v", initTime))
+	defer cancel()
+	initErr := repo.Init(initCtx, c.store, c.password, c.options)
+	if initErr != nil && !api.Is(initErr, api.Exists) {
+		return nil, storeFault(ctx, initErr)
+	}
+	r, err = c.open(ctx, "")
+	if api.Is(err, api.NotFound) && reasonOf(err) == "" {
+		err = storeFault(ctx, errors.Join(initErr, err))
+	}
+	return r, err
+}
+
+// compareBackups compares the snapshots of the repository with the Backups, which it reads before: a Backup that ended
+// during the list is not missing.
+func (v *visit) compareBackups(ctx context.Context, r *repo.Repository, result *visitResult) error {
+	backups, err := backupsOf(ctx, v.Client, v.target.Name)
+	if err != nil {
+		return err
+	}
+	files, err := r.ListSnapshots(ctx)
+	if err != nil {
+		return storeFault(ctx, err)
+	}
+	listed := make(map[blob.ID]struct{}, len(files))
+	for _, f := range files {
+		listed[f.ID] = struct{}{}
+	}
+	known, missing := map[blob.ID]*api.Backup{}, map[blob.ID]*api.Backup{}
+	for _, b := range backups {
+		id, ok := snapshotOf(b)
+		if !ok {
+			continue
+		}
+		known[id] = b
+		if _, ok := listed[id]; !ok && b.Ended() && b.DeletionTimestamp == nil {
+			missing[id] = b
+		}
+	}
+	if len(files) == 0 && len(missing) > 0 {
+		clear(v.memory.missing)
+		return faultf(api.ReasonEmptyList, "the store lists no snapshot, and %s of the target exist; mount or restore the "+
+			"folder or bucket, or delete these Backups if they are lost", api.CountText(len(missing), "Backup"))
+	}
+	result.listedAt = v.opts.Now()
+	if err := v.deleteLost(ctx, missing, result); err != nil {
+		return err
+	}
+	if err := v.pull(ctx, r, files, known, result); err != nil {
+		return err
+	}
+	result.listed = true
+	return nil
+}
+
+// deleteLost deletes the Backups that two lists lack, with a pause of Options.Confirm between the lists, if the
+// repository was known before.
+func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]*api.Backup, result *visitResult) error {
+	for id := range v.memory.missing {
+		if missing[id] == nil {
+			delete(v.memory.missing, id)
+		}
+	}
+	for id, b := range missing {
+		first, again := v.memory.missing[id]
+		if !again {
+			first = result.listedAt
+			v.memory.missing[id] = first
+		}
+		due := first.Add(v.opts.Confirm)
+		if !again || result.listedAt.Before(due) || v.target.Status.RepositoryID == "" {
+			if result.missingAt.IsZero() || due.Before(result.missingAt) {
+				result.missingAt = due
+			}
+			continue
+		}
+		if err := v.deleteObject(ctx, b); err != nil {
+			return err
+		}
+		delete(v.memory.missing, id)
+		result.lost++
+	}
+	return nil
+}
+
+// deleteObject deletes a Backup that the store lost, after the finalizer: the deletion of a Backup with a finalizer
+// deletes the snapshot in the store, too, and the lists may be wrong. If another program changes the Backup meanwhile,
+// the Backup stays, and the next visit finds the Backup again.
+func (v *visit) deleteObject(ctx context.Context, cached *api.Backup) error {
+	b := cached.DeepCopy()
+	b.Finalizers = nil
+	if err := v.Update(ctx, b); err != nil {
+		return ignoreRace(api.Explain(err, "backup %s: remove the finalizer", b.Name), err)
+	}
+	err := v.Delete(ctx, b, client.Preconditions{UID: &b.UID, ResourceVersion: &b.ResourceVersion})
+	if err == nil {
+		v.log.Info("backup deleted, because the store lacks it", "backup", b.Name, "snapshot", b.Status.SnapshotID)
+	}
+	return ignoreRace(api.Explain(err, "backup %s: delete the object", b.Name), err)
+}
