@@ -121,7 +121,7 @@ func TestFailedBackupsExpire(t *testing.T) {
 	w.addBackup("c", "none", "")
 	c := w.awaitState("c", api.BackupError, "does not exist")
 	apitest.EditStatus(w.Server, c, func(b *api.Backup) { b.Status.BackupCreatedAt = "" })
-	apitest.Edit(w.Server, setting, func(s *api.Setting) { s.Value = "999999999" })
+	apitest.Edit(w.Server, setting, func(s *api.Setting) { s.Value = "200000000" }) // more than a time.Duration holds
 	apitest.Await(w.Server, setting, &api.SettingList{}, "in the cache of the planner", func(s *api.Setting) bool {
 		var seen api.Setting
 		return w.cached.Get(w.Ctx, client.ObjectKeyFromObject(s), &seen) == nil && seen.Value == s.Value

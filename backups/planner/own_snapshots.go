@@ -135,7 +135,7 @@ func findBases(backups []api.Backup, snapshots []api.Snapshot) map[string]bool {
 	for i := range backups {
 		b := &backups[i]
 		uid, exists := volumes[b.Status.SnapshotName]
-		stored := b.Spec.SnapshotID+b.Status.SnapshotID != "" && b.Status.State != api.BackupError
+		stored := b.Spec.SnapshotID+b.Status.SnapshotID != ""
 		if !stored || b.DeletionTimestamp != nil || !exists || uid != b.Status.VolumeUID {
 			continue
 		}

@@ -13,7 +13,6 @@ import (
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
-	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
@@ -191,13 +190,9 @@ func (w *world) stays(name, what string) {
 		var seen api.Backup
 		return w.cached.Get(w.Ctx, client.ObjectKey{Name: name}, &seen) == nil && seen.ResourceVersion == b.ResourceVersion
 	})
-	r := &backupReconciler{Client: w.cached, live: w.Client, log: w.Log, began: time.Now().Add(-time.Hour)}
-	_, err := r.Reconcile(w.Ctx, reconcile.Request{NamespacedName: client.ObjectKeyFromObject(b)})
-	if err != nil {
-		w.T.Fatal(err)
-	}
+	w.reconcile(&backupReconciler{Client: w.cached, live: w.Client, log: w.Log, began: time.Now().Add(-time.Hour)}, name)
 	var now api.Backup
-	err = w.Client.Get(w.Ctx, client.ObjectKeyFromObject(b), &now)
+	err := w.Client.Get(w.Ctx, client.ObjectKeyFromObject(b), &now)
 	if err != nil || now.ResourceVersion != b.ResourceVersion {
 		w.T.Fatalf("%s: backup %s has changed: %v\nbefore %+v\nafter  %+v", what, name, err, b, now)
 	}
