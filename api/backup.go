@@ -110,7 +110,9 @@ type BackupStatus struct {
 	// SnapshotName and SnapshotCreatedAt (RFC 3339) are the snapshot of the volume that was backed up.
 	SnapshotName      string `json:"snapshotName,omitempty"`
 	SnapshotCreatedAt string `json:"snapshotCreatedAt,omitempty"`
-	BackupCreatedAt   string `json:"backupCreatedAt,omitempty"` // end of the backup, RFC 3339
+	// SnapshotUID is the snapshot in the stack of each replica, which tells a later backup what changed since.
+	SnapshotUID     UID    `json:"snapshotUID,omitempty"`
+	BackupCreatedAt string `json:"backupCreatedAt,omitempty"` // end of the backup, RFC 3339
 	// BackupMode that came about: a backup without a usable earlier one is full.
 	BackupMode string `json:"backupMode,omitempty"`
 	VolumeName string `json:"volumeName,omitempty"`
