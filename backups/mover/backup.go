@@ -22,6 +22,8 @@ const (
 type BackupOptions struct {
 	Description manifest.Description // Kind, Name and Object
 	Snapshot    repo.Snapshot        // Time, Hostname, Username, Tags and Program
+	// Tags, if set, returns the tags of the snapshot. The result has no Snapshot yet.
+	Tags func(Result) []string
 
 	// Base is the snapshot of an earlier backup of the same volume, which ended without an error. Changed are the chunks,
 	// in ascending order, that may differ from it. Without a base, Backup takes all chunks with data.
@@ -58,10 +60,8 @@ func Backup(ctx context.Context, r *repo.Repository, src Source, o BackupOptions
 		return result, err
 	}
 	defer func() {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeTimeout)
-		defer cancel()
 		// A lock that stays is stale in 30 minutes. The backup is complete without this deletion.
-		if closeErr := lock.Close(ctx); err != nil {
+		if closeErr := closeLock(ctx, lock); err != nil {
 			err = errors.Join(err, closeErr)
 		}
 	}()
@@ -85,6 +85,34 @@ func Backup(ctx context.Context, r *repo.Repository, src Source, o BackupOptions
 	}
 	return result, api.Errorf(api.Busy, "backup of %s %s: sweeps took needed blobs away in each of %d attempts; try again",
 		o.Description.Kind, o.Description.Name, attempts)
+}
+
+// IsComplete reports whether the repository has every blob of a snapshot that a session without an end left, such as
+// that of a process that was killed between the write of the snapshot and the checks of Backup.
+func IsComplete(ctx context.Context, r *repo.Repository, s repo.Snapshot) (complete bool, err error) {
+	lock, err := r.Lock(ctx, repo.Shared)
+	if err != nil {
+		return false, err
+	}
+	defer func() {
+		if closeErr := closeLock(ctx, lock); err != nil {
+			err = errors.Join(err, closeErr)
+		}
+	}()
+	blobs, err := r.LoadIndex(lock.Context())
+	if err != nil {
+		return false, err
+	}
+	defer func() { err = errors.Join(err, blobs.Close()) }()
+	s.Parent = nil // no session ensured that the base outlived the snapshot
+	return isComplete(lock.Context(), r, blobs, s)
+}
+
+// closeLock ends a session, even after the end of ctx.
+func closeLock(ctx context.Context, lock *repo.Lock) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeTimeout)
+	defer cancel()
+	return lock.Close(ctx)
 }
 
 // errSwept says that the repository no longer has a blob of the manifest.
@@ -116,6 +144,9 @@ func attempt(ctx context.Context, r *repo.Repository, src Source, o BackupOption
 	}
 	result = Result{Full: base == nil, Read: u.read.Load(), WriterStats: w.Stats()}
 	s := o.Snapshot
+	if o.Tags != nil {
+		s.Tags = o.Tags(result)
+	}
 	s.Tree, s.Paths = &root, []string{manifest.Path(o.Description.Kind, o.Description.Name)}
 	if base != nil {
 		s.Parent = &base.Snapshot
