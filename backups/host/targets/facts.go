@@ -151,7 +151,8 @@ func (f Facts) Status(targetURL string, s repo.Snapshot, now time.Time) api.Back
 	synced := metav1.NewTime(now)
 	return api.BackupStatus{State: api.BackupCompleted, Progress: 100, BytesDone: f.VolumeSize, BytesTotal: f.VolumeSize,
 		URL: api.BackupURL(targetURL, f.Backup, f.Volume), SnapshotID: s.ID.String(), SnapshotName: f.Snapshot,
-		SnapshotCreatedAt: f.SnapshotCreated, BackupCreatedAt: s.Time.UTC().Format(time.RFC3339), BackupMode: f.Mode,
+		SnapshotUID: f.SnapshotUID, SnapshotCreatedAt: f.SnapshotCreated,
+		BackupCreatedAt: s.Time.UTC().Format(time.RFC3339), BackupMode: f.Mode,
 		VolumeName: f.Volume, VolumeUID: f.VolumeUID, VolumeSize: f.VolumeSize, VolumeBackingImageName: f.Image,
 		NewlyUploadDataSize: f.Uploaded, Labels: f.Labels, LastSyncedAt: &synced, SizeText: api.SizeText(f.VolumeSize),
 		UploadedText: api.SizeText(f.Uploaded)}

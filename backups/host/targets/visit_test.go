@@ -60,7 +60,7 @@ func TestRepositoryIsMadeAndFoundAgain(t *testing.T) {
 		SnapshotCreatedAt: "2026-01-02T03:04:05Z", BackupCreatedAt: "2023-11-14T22:13:20Z", BackupMode: api.BackupFull,
 		VolumeName: "vol", VolumeUID: uid(2), VolumeSize: 10 << 20, VolumeBackingImageName: "golden",
 		NewlyUploadDataSize: 3 << 20, Labels: map[string]string{"a=b%": "c=d,e"}, SizeText: "10 MiB", UploadedText: "3 MiB",
-		LastSyncedAt: b.Status.LastSyncedAt}
+		SnapshotUID: uid(3), LastSyncedAt: b.Status.LastSyncedAt}
 	if !equality.Semantic.DeepEqual(b.Status, want) {
 		t.Errorf("status %+v\nwant %+v", b.Status, want)
 	}

@@ -1,0 +1,66 @@
+package host
+
+import (
+	"cmp"
+	"context"
+	"slices"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/block"
+)
+
+// findBase finds the newest backup of the volume in the target whose snapshot the replica and the repository still
+// have, and lists the chunks that may differ. Nil: no such backup exists.
+func (a *attempt) findBase(ctx context.Context, r *repo.Repository, disk block.SnapshotDisk, src *api.ExportFact) (
+	*blob.ID, []int64, error) {
+	var list api.BackupList
+	err := a.List(ctx, &list, client.UnsafeDisableDeepCopy, client.MatchingLabels{
+		api.LabelVolume: api.LabelValue(src.Volume), api.LabelBackupTarget: api.LabelValue(a.b.Target())})
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, b := range baseCandidates(list.Items, src.VolumeUID, a.b.Target()) {
+		var changed []int64
+		err := retryBusy(ctx, mergeTimeout, func() (err error) {
+			changed, err = disk.ChangedChunks(ctx, string(src.Replica), string(b.Status.SnapshotUID), string(src.SnapshotUID))
+			return err
+		})
+		if api.Is(err, api.NotFound) {
+			continue
+		} else if err != nil {
+			return nil, nil, err
+		}
+		id, err := blob.Parse(b.Status.SnapshotID)
+		if err != nil {
+			continue
+		}
+		if _, err := r.FindSnapshot(ctx, id); api.Is(err, api.NotFound) {
+			continue
+		} else if err != nil {
+			return nil, nil, err
+		}
+		return &id, changed, nil
+	}
+	return nil, nil, nil
+}
+
+// baseCandidates are the backups of a volume in a target that know their snapshot, the newest first.
+func baseCandidates(all []api.Backup, volume api.UID, target string) (list []*api.Backup) {
+	for i := range all {
+		b := &all[i]
+		s := &b.Status
+		if s.State == api.BackupCompleted && s.VolumeUID == volume && b.Target() == target && s.SnapshotUID != "" &&
+			b.DeletionTimestamp.IsZero() {
+			list = append(list, b)
+		}
+	}
+	slices.SortFunc(list, func(x, y *api.Backup) int { // the times are RFC 3339 in UTC
+		return cmp.Or(-cmp.Compare(x.Status.SnapshotCreatedAt, y.Status.SnapshotCreatedAt),
+			-cmp.Compare(x.Status.BackupCreatedAt, y.Status.BackupCreatedAt), cmp.Compare(x.Name, y.Name))
+	})
+	return list
+}

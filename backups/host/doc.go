@@ -1,0 +1,23 @@
+// Package host is the node role's half of the room. The maker makes the Backups whose spec.source names its node, and
+// is the only writer of their status until they end. An unfinished Backup that a user deletes leaves neither a snapshot
+// in the repository nor a hold on the disk. Below lies targets, which looks after BackupTargets and ended Backups.
+//
+// Invariants:
+//
+//   - A status is written by Update with the resourceVersion that the decision was made from, because the controller
+//     role writes the same status before, and the owner of the target after. A work counts as handled only after such a
+//     write, so a conflict costs a reconcile and loses nothing.
+//   - A work begins after InProgress is in the status. So the next process, or the next node, knows that the repository
+//     may have a snapshot of the Backup, and looks for the snapshot before the next attempt or the deletion.
+//   - A hold keeps the layers of the volume's snapshot from the first attempt until the Backup ends. The collector
+//     releases the holds that a killed process left.
+//
+// Memory: the backups of a node fill packs in Options.Memory (256 MiB) together. With the two places of the default
+// setting, a backup has 4 packs of 32 MiB; with more places, the packs are smaller, of at least 4 MiB (16 places).
+// Besides, each backup has a buffer of 2 MiB for each of its workers: two for each processor, at most 16 (32 MiB).
+//
+// Goroutines: the reconciler and the collector are the manager's. Works run in goroutines of the workSet, a Runnable of
+// the manager that waits for all of them. A work never writes the status of a Backup.
+//
+// Lock order: workSet.mu is a leaf, and is not held over I/O.
+package host

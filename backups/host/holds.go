@@ -1,0 +1,90 @@
+package host
+
+import (
+	"context"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+// releaseHold releases what a work held. The collector tries again.
+func (m *maker) releaseHold(w *work) {
+	disk, err := m.disks(w.source.Disk)
+	if err == nil {
+		err = disk.ReleaseSnapshot(string(w.object))
+	}
+	if err != nil {
+		m.log.Warn("the layers of a backup's snapshot cannot be released yet", "backup", w.backup, "disk", w.source.Disk,
+			"err", err)
+	}
+}
+
+// collector releases the holds that a process left, at the start and then from time to time.
+type collector struct{ *maker }
+
+// NeedLeaderElection is false: every node looks at its own disks.
+func (c collector) NeedLeaderElection() bool { return false }
+
+// Start runs until ctx ends.
+func (c collector) Start(ctx context.Context) error {
+	tick := time.NewTicker(c.opts.CollectEvery)
+	defer tick.Stop()
+	for {
+		if err := c.collectHolds(ctx); err != nil && ctx.Err() == nil {
+			c.log.Warn("the holds of backups cannot be compared with the backups", "err", err)
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// collectHolds looks at each disk of the node.
+func (c collector) collectHolds(ctx context.Context) error {
+	var node api.Node
+	if err := c.live.Get(ctx, client.ObjectKey{Name: c.node}, &node); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	for _, d := range node.Status.Disks {
+		disk, err := c.disks(d.UID)
+		if err != nil {
+			continue // a later look finds the disk
+		}
+		held, err := disk.HeldSnapshots()
+		if err != nil {
+			c.log.Warn("the holds of backups cannot be read", "disk", d.UID, "err", err)
+			continue
+		}
+		if len(held) == 0 {
+			continue
+		}
+		var list api.BackupList // after the holds: the backup of each of them existed before
+		if err := c.live.List(ctx, &list); err != nil {
+			return err
+		}
+		for holder := range c.staleHolds(d.UID, held, list.Items) {
+			if err := disk.ReleaseSnapshot(holder); err != nil {
+				c.log.Warn("the hold of a backup cannot be released", "disk", d.UID, "holder", holder, "err", err)
+			}
+		}
+	}
+	return nil
+}
+
+// staleHolds are the holds on a disk that neither an unfinished Backup nor a work needs.
+func (c collector) staleHolds(disk api.UID, held map[string]string, backups []api.Backup) map[string]string {
+	for i := range backups {
+		b := &backups[i]
+		if isMine(b, c.node) && b.Spec.Source.Disk == disk {
+			delete(held, string(b.UID))
+		}
+		if w := c.works.get(b.Name); w != nil {
+			delete(held, string(w.object))
+		}
+	}
+	return held
+}

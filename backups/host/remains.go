@@ -1,0 +1,129 @@
+package host
+
+import (
+	"context"
+	"sync"
+
+	"golang.org/x/sync/errgroup"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/backups/mover"
+	"drover.io/drover/backups/repo"
+)
+
+// readAtOnce is how many snapshots of a repository are read at once.
+const readAtOnce = 8
+
+// ownSnapshots finds the snapshots of a Backup object in the repository.
+func ownSnapshots(ctx context.Context, r *repo.Repository, b *api.Backup) (found []repo.Snapshot, err error) {
+	files, err := r.ListSnapshots(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var mu sync.Mutex
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(readAtOnce)
+	for _, f := range files {
+		group.Go(func() error {
+			s, err := r.LoadSnapshot(ctx, f)
+			switch {
+			case repo.IsDamage(err): // deleted meanwhile, or the concern of verification
+				return nil
+			case err != nil:
+				return err
+			}
+			if facts, ok := targets.ParseTags(s.Tags); ok && facts.Object == api.UID(b.UID) {
+				mu.Lock()
+				defer mu.Unlock()
+				found = append(found, s)
+			}
+			return nil
+		})
+	}
+	return found, group.Wait()
+}
+
+// adoptSnapshot finds a complete snapshot of the Backup object, and deletes other snapshots of the object.
+func adoptSnapshot(ctx context.Context, r *repo.Repository, b *api.Backup, made *completed) (found bool, err error) {
+	list, err := ownSnapshots(ctx, r, b)
+	if err != nil {
+		return false, err
+	}
+	for _, s := range list {
+		if !found {
+			complete, err := mover.IsComplete(ctx, r, s)
+			if err != nil {
+				return false, err
+			}
+			if complete {
+				found, made.adopted = true, true
+				made.snapshot = s.ID
+				made.facts, _ = targets.ParseTags(s.Tags)
+				continue
+			}
+		}
+		if err := r.DeleteSnapshots(ctx, s.ID); err != nil {
+			return false, err
+		}
+	}
+	return found, nil
+}
+
+// removal removes what an unfinished backup left in the repository and on the disk.
+type removal struct {
+	*maker
+	b     *api.Backup
+	begun bool
+}
+
+// run is the workFunc.
+func (d *removal) run(ctx context.Context, w *work) error {
+	if d.begun {
+		if err := d.deleteSnapshots(ctx); err != nil {
+			return err
+		}
+	}
+	disk, err := d.disks(w.source.Disk)
+	if err != nil {
+		return err
+	}
+	return disk.ReleaseSnapshot(string(d.b.UID))
+}
+
+func (d *removal) deleteSnapshots(ctx context.Context) error {
+	opened, err := d.openTarget(ctx, d.b)
+	if api.Is(err, api.NotFound) { // without the target, the store keeps the snapshots
+		return nil
+	} else if err != nil {
+		return err
+	}
+	defer opened.Close()
+	list, err := ownSnapshots(ctx, opened.Repository, d.b)
+	if err != nil {
+		return err
+	}
+	for _, s := range list {
+		if err := opened.Repository.DeleteSnapshots(ctx, s.ID); err != nil {
+			return err
+		}
+	}
+	return d.requestSweep(ctx, opened.Target)
+}
+
+// requestSweep asks the owner of the target to free the space of what the backup uploaded.
+func (d *removal) requestSweep(ctx context.Context, target *api.BackupTarget) error {
+	_, err := await.EditStatus(ctx, d.Client, target.Name, func(t *api.BackupTarget) (bool, error) {
+		if t.UID != target.UID || t.Status.SweepRequested != nil {
+			return false, nil
+		}
+		now := metav1.Now()
+		t.Status.SweepRequested = &now
+		return true, nil
+	})
+	return client.IgnoreNotFound(err)
+}

@@ -1,0 +1,78 @@
+package host
+
+import (
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+)
+
+// mostAttempts is how many attempts without progress fail before the backup has an Error.
+const mostAttempts = 10
+
+// completed is a backup in the repository.
+type completed struct {
+	snapshot blob.ID
+	facts    targets.Facts
+	target   string // URL
+	adopted  bool   // an earlier attempt made the backup
+}
+
+// setCompleted is the status of a backup that the repository has.
+func setCompleted(b *api.Backup, w *work) {
+	c, now := &w.made, time.Now()
+	b.Status = c.facts.Status(c.target, repo.Snapshot{ID: c.snapshot, Time: now}, now)
+	if !c.adopted {
+		b.Status.BytesDone, b.Status.BytesTotal = w.progress.Bytes()
+	}
+}
+
+// setFailed is the status after an attempt that failed. An attempt that came further than the attempt before counts as
+// the first.
+func (m *maker) setFailed(b *api.Backup, w *work) {
+	st := &b.Status
+	done, total := w.progress.Bytes()
+	if done > w.reached {
+		st.Attempts = 0
+	}
+	st.Attempts++
+	st.BytesDone, st.BytesTotal = max(done, w.reached), max(total, done, w.reached)
+	st.Message, st.NextTry = api.ClipMessage(w.err.Error()), nil
+	if isPermanent(w.err) || st.Attempts >= mostAttempts {
+		st.State, st.BackupCreatedAt = api.BackupError, time.Now().UTC().Format(time.RFC3339)
+		return
+	}
+	st.State = api.BackupPending
+	setNextTry(st, m.pauseAfter(st.Attempts))
+}
+
+// isPermanent reports whether another attempt fails, too.
+func isPermanent(err error) bool {
+	switch api.KindOf(err) {
+	case api.Invalid, api.Denied, api.Unsupported, api.NotFound:
+		return true
+	}
+	return false
+}
+
+// reportEnd logs the end of an attempt, and emits an event at the end of a backup.
+func (m *maker) reportEnd(b *api.Backup, err error) {
+	st := &b.Status
+	switch {
+	case err == nil:
+		m.log.Info("backup completed", "backup", b.Name, "volume", b.Spec.Volume, "target", b.Target(),
+			"mode", st.BackupMode, "uploaded", st.NewlyUploadDataSize)
+		m.events.Eventf(b, nil, corev1.EventTypeNormal, "BackupCompleted", "Backup", "volume %s: %s backup, %s uploaded",
+			b.Spec.Volume, st.BackupMode, st.UploadedText)
+	case st.State == api.BackupError:
+		m.log.Warn("backup failed", "backup", b.Name, "volume", b.Spec.Volume, "target", b.Target(), "err", err)
+		m.events.Eventf(b, nil, corev1.EventTypeWarning, "BackupFailed", "Backup", "%s", st.Message)
+	default:
+		m.log.Warn("attempt of a backup failed", "backup", b.Name, "volume", b.Spec.Volume, "target", b.Target(),
+			"attempts", st.Attempts, "err", err)
+	}
+}
