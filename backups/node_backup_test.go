@@ -4,8 +4,10 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"os"
+	"path/filepath"
 	"strings"
-	"sync"
+	"sync/atomic"
 	"testing"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -111,19 +113,9 @@ func TestBackupDescribesItsVolume(t *testing.T) {
 func TestKilledProcessLeavesItsSnapshotToTheNext(t *testing.T) {
 	w := newWorld(t)
 	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)})
-	refused := make(chan struct{})
-	once := sync.OnceFunc(func() { close(refused) })
-	w.start(func(o client.Object) error {
-		if b, ok := o.(*api.Backup); ok && b.Status.State == api.BackupCompleted {
-			once()
-			return errors.New("the process is killed here")
-		}
-		return nil
-	})
+	w.startUntilCompleted()
 	b := w.newBackup("b", v, 0)
-	w.receive(refused, "the first process has made the backup")
-	w.stop()
-	w.awaitState(b, api.BackupInProgress)
+	w.killed(b)
 	w.held(b)
 	w.store.set(func(_ context.Context, operation, name string) error {
 		if operation == "put" && !strings.HasPrefix(name, "locks/") {
@@ -141,6 +133,51 @@ func TestKilledProcessLeavesItsSnapshotToTheNext(t *testing.T) {
 	w.awaitReleased()
 	w.check(1)
 	w.compare(b, v, 0)
+}
+
+// TestIncompleteSnapshotIsNotAdopted: if the repository lost blobs of a killed process's snapshot, the next process
+// deletes the snapshot, and makes the backup again.
+func TestIncompleteSnapshotIsNotAdopted(t *testing.T) {
+	w := newWorld(t)
+	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)})
+	w.startUntilCompleted()
+	b := w.newBackup("b", v, 0)
+	w.killed(b)
+	must(t, os.RemoveAll(filepath.Join(w.folder, "index")))
+	w.start(nil)
+	w.awaitState(b, api.BackupCompleted)
+	w.awaitReleased()
+	w.check(1)
+	w.compare(b, v, 0)
+}
+
+// TestWorkBeginsAfterItsStatus: no byte moves before the status says so, because only the status tells the next process
+// that the repository may have a snapshot of the backup.
+func TestWorkBeginsAfterItsStatus(t *testing.T) {
+	w := newWorld(t)
+	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, chunk)})
+	var allowed atomic.Bool
+	var refusals atomic.Int32
+	w.store.set(func(_ context.Context, operation, name string) error {
+		if operation == "put" && !allowed.Load() {
+			t.Errorf("the backup writes %s before its status", name)
+		}
+		return nil
+	}, nil)
+	w.start(func(o client.Object) error {
+		b, ok := o.(*api.Backup)
+		if !ok || b.Status.State != api.BackupInProgress {
+			return nil
+		}
+		if refusals.Add(1) <= 3 {
+			return errors.New("not now")
+		}
+		allowed.Store(true)
+		return nil
+	})
+	b := w.newBackup("b", v, 0)
+	w.awaitState(b, api.BackupCompleted)
+	w.check(1)
 }
 
 // TestStoreFailsForAWhile: a backup outlives failures of the store, and says meanwhile why it waits.

@@ -6,6 +6,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
 	"drover.io/drover/api"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
@@ -86,6 +88,10 @@ func TestDeletionWhileWaiting(t *testing.T) {
 	w.AwaitDeleted(b, &api.BackupList{})
 	w.held()
 	w.check(0)
+	must(t, w.Client.Get(w.Ctx, client.ObjectKeyFromObject(w.target), w.target))
+	if w.target.Status.SweepRequested == nil {
+		t.Error("nothing asks for a sweep of what the backup uploaded")
+	}
 }
 
 // TestDeletionWithoutTarget: the repository of a target that was deleted cannot be asked, and delays no deletion.

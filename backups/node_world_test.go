@@ -3,6 +3,7 @@ package backups_test
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -52,6 +53,9 @@ const (
 	nodeName = "node-1"
 	cutTime  = "2026-01-02T03:04:05Z"
 )
+
+// patience is how long an effect may take on a busy machine.
+const patience = 2 * time.Minute
 
 // emptyRepository is a folder that the tests copy: to derive a key from a password takes long.
 var emptyRepository = sync.OnceValue(func() string {
@@ -150,13 +154,15 @@ type world struct {
 	opts   host.Options
 	target *api.BackupTarget
 	stop   func()
+
+	refused chan struct{} // closed when startUntilCompleted refuses the status
 }
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := &world{Server: apitest.Start(t), folder: t.TempDir()}
 	w.opts = host.Options{Log: w.Log, Version: "0.0.1", RetryMin: time.Second, RetryMax: time.Second,
-		ProgressEvery: 50 * time.Millisecond, Targets: targets.Options{Cache: t.TempDir(),
+		ProgressEvery: 50 * time.Millisecond, Targets: targets.Options{Cache: t.TempDir(), SweepDelay: time.Hour,
 			OpenStore: func(context.Context, string, map[string][]byte) (target.Store, error) { return w.store, nil }}}
 	dir := t.TempDir()
 	var err error
@@ -188,6 +194,28 @@ func (w *world) start(refuse func(client.Object) error) {
 	mgr := w.Manager(refuse)
 	must(w.T, backups.SetupNode(mgr, nodeName, w.findDisk, w.opts))
 	w.stop = w.Run(mgr)
+}
+
+// startUntilCompleted starts a process that ends, at killed, before the status says that a backup is completed.
+func (w *world) startUntilCompleted() {
+	w.T.Helper()
+	w.refused = make(chan struct{})
+	once := sync.OnceFunc(func() { close(w.refused) })
+	w.start(func(o client.Object) error {
+		if b, ok := o.(*api.Backup); ok && b.Status.State == api.BackupCompleted {
+			once()
+			return errors.New("the process is killed here")
+		}
+		return nil
+	})
+}
+
+// killed ends the process of startUntilCompleted, which has made the backup.
+func (w *world) killed(b *api.Backup) {
+	w.T.Helper()
+	w.receive(w.refused, "the process has made the backup")
+	w.stop()
+	w.awaitState(b, api.BackupInProgress)
 }
 
 func (w *world) findDisk(uid api.UID) (block.SnapshotDisk, error) {
@@ -315,7 +343,7 @@ func (w *world) receive(c <-chan struct{}, what string) {
 	w.T.Helper()
 	select {
 	case <-c:
-	case <-time.After(2 * time.Minute):
+	case <-time.After(patience):
 		w.T.Fatalf("not in time: %s", what)
 	}
 }
@@ -342,6 +370,8 @@ func (w *world) awaitReleased() { w.awaitHolds(0) }
 // awaitHolds waits until the disk holds a number of snapshots.
 func (w *world) awaitHolds(n int) {
 	w.T.Helper()
+	ctx, cancel := context.WithTimeout(w.Ctx, patience)
+	defer cancel()
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -352,7 +382,7 @@ func (w *world) awaitHolds(n int) {
 		}
 		select {
 		case <-tick.C:
-		case <-w.Ctx.Done():
+		case <-ctx.Done():
 			w.T.Fatalf("the disk still holds snapshots: %v", held)
 		}
 	}

@@ -2,7 +2,11 @@ package host
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"testing"
+
+	"k8s.io/apimachinery/pkg/types"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/mover"
@@ -90,6 +94,35 @@ func TestAttemptsWithoutProgressEndTheBackup(t *testing.T) {
 	}
 	if s := b.Status; s.State != api.BackupError || s.NextTry != nil || s.BackupCreatedAt == "" || s.Message != "locked" {
 		t.Errorf("after 10 attempts without progress: %+v", s)
+	}
+}
+
+// TestStaleHolds: the collector keeps the holds of unfinished Backups of the disk, and of Backups with a work.
+func TestStaleHolds(t *testing.T) {
+	c := collector{&maker{node: "n", works: newWorkSet()}}
+	backup := func(name string, change func(*api.Backup)) api.Backup {
+		b := api.Backup{ObjectMeta: apitest.Named(name), Spec: api.BackupSpec{Source: &api.ExportFact{Node: "n", Disk: "d"}}}
+		b.UID = types.UID(name)
+		change(&b)
+		return b
+	}
+	complete := func(b *api.Backup) { b.Status.State = api.BackupCompleted }
+	all := []api.Backup{
+		backup("unfinished", func(*api.Backup) {}),
+		backup("completed", complete),
+		backup("being released", complete),
+		backup("other node", func(b *api.Backup) { b.Spec.Source.Node = "m" }),
+		backup("other disk", func(b *api.Backup) { b.Spec.Source.Disk = "e" }),
+		backup("without source", func(b *api.Backup) { b.Spec.Source = nil }),
+	}
+	held := map[string]string{"deleted": ""}
+	for i := range all {
+		held[string(all[i].UID)] = ""
+	}
+	c.works.byBackup["being released"] = &work{object: "being released"}
+	got := slices.Sorted(maps.Keys(c.staleHolds("d", held, all)))
+	if want := []string{"completed", "deleted", "other disk", "other node", "without source"}; !slices.Equal(got, want) {
+		t.Errorf("stale are %q", got)
 	}
 }
 
