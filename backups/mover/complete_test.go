@@ -20,7 +20,8 @@ func (w *world) snapshot(id blob.ID) repo.Snapshot {
 	return s
 }
 
-// TestIsComplete: a snapshot is complete while the index has all blobs, those of the base included.
+// TestIsComplete: a snapshot is complete while the index has all blobs, those of the base included, whether or not the
+// base still exists.
 func TestIsComplete(t *testing.T) {
 	w := newWorld(t)
 	src := newDisk(4 * chunkSize)
@@ -42,6 +43,8 @@ func TestIsComplete(t *testing.T) {
 		}
 	}
 	complete(first.Snapshot, true)
+	complete(second.Snapshot, true)
+	must(t, w.r.DeleteSnapshots(t.Context(), first.Snapshot))
 	complete(second.Snapshot, true)
 	must(t, w.store.Delete(t.Context(), old...)) // of the blobs of the base
 	complete(second.Snapshot, false)
