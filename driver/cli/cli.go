@@ -1,4 +1,5 @@
-// Package cli is the command line of Drover: images, volumes, nodes and disks as commands, in the words of the objects.
+// Package cli is the command line of Drover: images, volumes, backups, nodes and disks as commands, in the words of the
+// objects.
 //
 // The commands talk to the API server only, and through the API server to the reconcilers. On this machine the commands
 // only inspect (preflight, mounts), and make and mount filesystems. Commands wait by watches, never by polling. Results
@@ -19,9 +20,11 @@ import (
 	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	corev1 "k8s.io/api/core/v1"
 	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/cli-runtime/pkg/printers"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -50,7 +53,7 @@ type app struct {
 func Commands(export Exporter) []*cobra.Command {
 	a := &app{exporter: export}
 	cmds := []*cobra.Command{
-		a.imageCommand(), a.volumeCommand(), a.snapshotCommand(), a.nodeCommand(),
+		a.imageCommand(), a.volumeCommand(), a.snapshotCommand(), a.backupCommand(), a.targetCommand(), a.nodeCommand(),
 		a.diskCommand(), a.preflightCommand(), a.versionCommand(),
 	}
 	for _, c := range cmds {
@@ -128,7 +131,8 @@ func ExitCode(err error) int {
 func Report(w io.Writer, err error) int {
 	code := ExitCode(err)
 	if err != nil {
-		fmt.Fprintln(w, "drover:", strings.ReplaceAll(err.Error(), context.Canceled.Error(), "interrupted"))
+		fmt.Fprintln(w, "drover:",
+			printers.EscapeTerminal(strings.ReplaceAll(err.Error(), context.Canceled.Error(), "interrupted")))
 	}
 	return code
 }
@@ -168,7 +172,7 @@ func (a *app) kubeconfigPath() (string, error) {
 
 var scheme = func() *runtime.Scheme {
 	s := runtime.NewScheme()
-	if err := errors.Join(api.AddToScheme(s), eventsv1.AddToScheme(s)); err != nil {
+	if err := errors.Join(api.AddToScheme(s), corev1.AddToScheme(s), eventsv1.AddToScheme(s)); err != nil {
 		panic(err) // a kind registered twice, which every test would find
 	}
 	return s
@@ -180,6 +184,7 @@ func newRESTMapper() meta.RESTMapper {
 	for kind := range scheme.KnownTypes(api.GroupVersion) {
 		m.Add(api.GroupVersion.WithKind(kind), meta.RESTScopeRoot)
 	}
+	m.Add(corev1.SchemeGroupVersion.WithKind("Secret"), meta.RESTScopeNamespace)
 	m.Add(eventsv1.SchemeGroupVersion.WithKind("Event"), meta.RESTScopeNamespace)
 	return m
 }

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	corev1 "k8s.io/api/core/v1"
 	eventsv1 "k8s.io/api/events/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -56,7 +57,7 @@ func TestMain(m *testing.M) {
 			_ = server.Wait()
 		}()
 		s := runtime.NewScheme()
-		if err := errors.Join(api.AddToScheme(s), eventsv1.AddToScheme(s)); err != nil {
+		if err := errors.Join(api.AddToScheme(s), corev1.AddToScheme(s), eventsv1.AddToScheme(s)); err != nil {
 			panic(err)
 		}
 		if store, err = client.NewWithWatch(server.Config, client.Options{Scheme: s}); err != nil {
@@ -159,6 +160,10 @@ func created[T client.Object](ctx context.Context, name string) error {
 		list = &api.BackingImageList{}
 	case *api.Attachment:
 		list = &api.AttachmentList{}
+	case *api.BackupTarget:
+		list = &api.BackupTargetList{}
+	case *api.Backup:
+		list = &api.BackupList{}
 	default:
 		return fmt.Errorf("no pen for %T", zero)
 	}
@@ -222,7 +227,9 @@ func TestCompletion(t *testing.T) {
 	img.Name = "typed-image"
 	n := &api.Node{Spec: api.NodeSpec{Disks: []api.DiskSpec{{Path: "/typed/disk"}}}}
 	n.Name = "typed-node"
-	for _, o := range []client.Object{v, img, n} {
+	target := newTarget("typed-target")
+	b := newBackup("typed-backup", "typed", "typed-target")
+	for _, o := range []client.Object{v, img, n, target, b} {
 		if err := store.Create(t.Context(), o); err != nil {
 			t.Fatal(err)
 		}
@@ -231,6 +238,11 @@ func TestCompletion(t *testing.T) {
 	for typed, want := range map[string]string{
 		"volume show ty":                       "typed\n",
 		"volume create x --image ty":           "typed-image\n",
+		"target show ty":                       "typed-target\n",
+		"backup create ty":                     "typed\n",
+		"backup create typed --target ty":      "typed-target\n",
+		"backup list --volume ty":              "typed\n",
+		"backup delete ty":                     "typed-backup\n",
 		"volume create x --from ty":            "typed\n",
 		"volume create x --fs x":               "xfs\n",
 		"volume create x --auto-balance le":    "least-effort\n",

@@ -48,6 +48,8 @@ func (a *app) listObjects(cmd *cobra.Command, list client.ObjectList) []client.O
 func volumes() client.ObjectList   { return &api.VolumeList{} }
 func snapshots() client.ObjectList { return &api.SnapshotList{} }
 func images() client.ObjectList    { return &api.BackingImageList{} }
+func targets() client.ObjectList   { return &api.BackupTargetList{} }
+func backups() client.ObjectList   { return &api.BackupList{} }
 func nodes() client.ObjectList     { return &api.NodeList{} }
 
 // completeDisks offers the paths of disks.
@@ -85,6 +87,9 @@ func (a *app) completeFlags(c *cobra.Command) {
 		"format":        completeWords("raw", "qcow2"),
 		"image":         a.completeNames(images, false),
 		"node":          a.completeNames(nodes, false),
+		"target":        a.completeNames(targets, false),
+		"volume":        a.completeNames(volumes, false),
+		"snapshot":      a.completeNames(snapshots, false),
 		"from":          a.completeSources,
 	}
 	if c.Name() == "cleanup" {

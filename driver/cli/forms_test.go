@@ -22,7 +22,9 @@ func TestListAndShowInEveryForm(t *testing.T) {
 	n.Name = "formed-node"
 	s := &api.Snapshot{Spec: api.SnapshotSpec{Volume: "formed"}}
 	s.Name = "formed-snapshot"
-	for _, o := range []client.Object{v, img, n, s} {
+	target := newTarget("formed-target")
+	b := newBackup("formed-backup", "formed", "formed-target")
+	for _, o := range []client.Object{v, img, n, s, target, b} {
 		if err := store.Create(t.Context(), o); err != nil {
 			t.Fatal(err)
 		}
@@ -33,6 +35,10 @@ func TestListAndShowInEveryForm(t *testing.T) {
 		"image list": "backingimage.storage.drover.io/formed-image", "image show formed-image": "backingimage.storage.drover.io/formed-image",
 		"snapshot list":                 "snapshot.storage.drover.io/formed-snapshot",
 		"snapshot show formed-snapshot": "snapshot.storage.drover.io/formed-snapshot",
+		"target list":                   "backuptarget.storage.drover.io/formed-target",
+		"target show formed-target":     "backuptarget.storage.drover.io/formed-target",
+		"backup list":                   "backup.storage.drover.io/formed-backup",
+		"backup show formed-backup":     "backup.storage.drover.io/formed-backup",
 		"node list":                     "node.storage.drover.io/formed-node", "node show formed-node": "node.storage.drover.io/formed-node",
 		"disk list": "formed-node:/formed/disk",
 		"version":   "", "preflight": "",

@@ -63,16 +63,11 @@ func (f *imageFlags) newImage(source string, st api.SourceType, params map[strin
 		NodeSelector: parseTags(f.nodes), DiskSelector: parseTags(f.disks),
 	}}
 	img.Name = name
-	if f.secret != "" {
-		ref := &api.SecretRef{Namespace: "default", Name: f.secret}
-		if namespace, name, ok := strings.Cut(f.secret, "/"); ok {
-			ref.Namespace, ref.Name = namespace, name
-		}
-		if ref.Name == "" || ref.Namespace == "" || strings.Contains(ref.Name, "/") {
-			return nil, usagef("--secret %s: write NAME, or NAMESPACE/NAME", f.secret)
-		}
-		img.Spec.SecretRef = ref
+	ref, err := parseSecret(f.secret)
+	if err != nil {
+		return nil, err
 	}
+	img.Spec.SecretRef = ref
 	img.Spec.Normalize()
 	return img, img.Spec.Validate()
 }
@@ -226,11 +221,11 @@ func openImage(path string) (*os.File, error) {
 		abs, err = filepath.EvalSymlinks(abs)
 	}
 	if err != nil {
-		return nil, fileError(path, err)
+		return nil, fileError("image file", path, err)
 	}
 	f, err := os.Open(abs)
 	if err != nil {
-		return nil, fileError(path, err)
+		return nil, fileError("image file", path, err)
 	}
 	st, err := f.Stat()
 	if err == nil && !st.Mode().IsRegular() {
@@ -240,12 +235,12 @@ func openImage(path string) (*os.File, error) {
 	}
 	if err != nil {
 		f.Close()
-		return nil, fileError(path, err)
+		return nil, fileError("image file", path, err)
 	}
 	return f, nil
 }
 
-func fileError(path string, err error) error {
+func fileError(noun, path string, err error) error {
 	var pe *os.PathError
 	if errors.As(err, &pe) {
 		err = pe.Err
@@ -254,7 +249,7 @@ func fileError(path string, err error) error {
 	if errors.Is(err, os.ErrNotExist) {
 		kind = api.NotFound
 	}
-	return api.Errorf(kind, "image file %s: %w", path, err)
+	return api.Errorf(kind, "%s %s: %w", noun, path, err)
 }
 
 // onlyNode reports whether this machine is the only node, so that the node can open paths of this machine.

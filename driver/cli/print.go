@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -137,7 +139,7 @@ func (a *app) printOutcome(cmd *cobra.Command, kind, name, what string) {
 	case "name":
 		fmt.Fprintf(w, "%s.%s/%s\n", strings.ReplaceAll(kind, " ", ""), api.GroupVersion.Group, name)
 	case "table":
-		fmt.Fprintf(w, "%s %q %s\n", strings.TrimPrefix(kind, "backing"), name, what)
+		fmt.Fprintf(w, "%s %q %s\n", strings.TrimPrefix(strings.TrimPrefix(kind, "backing"), "backup "), name, what)
 	default:
 		_ = a.encodeValue(w, outcome{Kind: kinds[kind], Name: name, Result: what}) // a struct of strings always encodes
 	}
@@ -158,7 +160,7 @@ func (a *app) printDiskOutcome(cmd *cobra.Command, node, path, what string) {
 
 // kinds maps the kinds in people's words to API kinds.
 var kinds = map[string]string{"volume": "Volume", "backingimage": "BackingImage", "snapshot": "Snapshot",
-	"snapshot group": "SnapshotGroup", "node": "Node"}
+	"snapshot group": "SnapshotGroup", "node": "Node", "backup target": "BackupTarget", "backup": "Backup"}
 
 // printTable writes aligned columns as kubectl does, without control characters. An empty cell shows as "-", so that
 // scripts can count columns.
@@ -182,12 +184,12 @@ func printTable(w io.Writer, header string, rows [][]string) error {
 	return printers.NewTablePrinter(printers.PrintOptions{}).PrintObj(t, w)
 }
 
-// printFields writes "Name:  value" lines, except empty values.
+// printFields writes "Name:  value" lines without control characters, except empty values.
 func printFields(w io.Writer, pairs ...string) {
 	tw := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
 	for i := 0; i+1 < len(pairs); i += 2 {
 		if pairs[i+1] != "" {
-			fmt.Fprintf(tw, "%s:\t%s\n", pairs[i], pairs[i+1])
+			fmt.Fprintf(tw, "%s:\t%s\n", pairs[i], printers.EscapeTerminal(pairs[i+1]))
 		}
 	}
 	_ = tw.Flush()
@@ -203,6 +205,15 @@ func printConditions(w io.Writer, conds []metav1.Condition) {
 		rows = append(rows, []string{c.Type, string(c.Status), c.Reason, age(c.LastTransitionTime), c.Message})
 	}
 	_ = printTable(w, "TYPE STATUS REASON SINCE MESSAGE", rows)
+}
+
+// joinLabels formats labels for people, in the order of their names.
+func joinLabels(labels map[string]string) string {
+	var all []string
+	for _, k := range slices.Sorted(maps.Keys(labels)) {
+		all = append(all, k+"="+labels[k])
+	}
+	return strings.Join(all, ", ")
 }
 
 func age(t metav1.Time) string {

@@ -213,7 +213,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 func (s *sender) compareContent(now said) error {
 	sum := crc32.New(castagnoli)
 	if n, err := io.Copy(sum, io.NewSectionReader(s.body, 0, min(now.Offset, s.size))); err != nil {
-		return fileError(s.body.Name(), err)
+		return fileError("image file", s.body.Name(), err)
 	} else if n != now.Offset || sum.Sum32() != now.CRC32C {
 		return api.Errorf(api.Exists, "the node has %s of another file for this image: delete the image to begin again",
 			api.SizeText(now.Offset))

@@ -168,15 +168,11 @@ func (a *app) snapshotShow() *cobra.Command {
 			}
 			return a.printObject(cmd.OutOrStdout(), &s, func(w io.Writer) {
 				st := s.Status
-				var labels []string
-				for _, k := range slices.Sorted(maps.Keys(st.Labels)) {
-					labels = append(labels, k+"="+st.Labels[k])
-				}
 				printFields(w, "Name", s.Name, "Volume", s.Spec.Volume, "Group", s.Spec.Group, "Ready", fmt.Sprint(st.ReadyToUse),
 					"Error", st.Error,
 					"Created", st.CreationTime, "Restores to", someBytes(st.RestoreSize), "Own data", someBytes(st.Size),
 					"Parent", st.Parent, "Children", strings.Join(slices.Sorted(maps.Keys(st.Children)), ", "),
-					"By user", fmt.Sprint(st.UserCreated), "Labels", strings.Join(labels, ", "), "Node", st.OwnerID,
+					"By user", fmt.Sprint(st.UserCreated), "Labels", joinLabels(st.Labels), "Node", st.OwnerID,
 					"Handle", api.DataSource{Volume: s.Spec.Volume, Snapshot: s.Name}.String(), "UID", string(st.UID))
 			})
 		},

@@ -1,0 +1,364 @@
+package cli
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/cli-runtime/pkg/printers"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) backupCommand() *cobra.Command {
+	c := groupCommand("backup", "The content of volumes in a store outside of the cluster", "backups", "bak")
+	c.AddCommand(a.backupCreate(), a.backupList(), a.backupShow(), a.backupDelete())
+	return c
+}
+
+// backupFlags are the flags of a new backup.
+type backupFlags struct {
+	name, snapshot, target string
+	full, wait             bool
+	labels                 map[string]string
+}
+
+func (a *app) backupCreate() *cobra.Command {
+	var f backupFlags
+	c := &cobra.Command{
+		Use: "create VOLUME", Short: "Back a volume up, attached or not",
+		Long: "Takes a snapshot of the volume and copies it to the target, from a node with a replica. After the first\n" +
+			"backup, a backup copies the changes alone; --full reads and compares everything. A mounted file system is as\n" +
+			"after a power cut: see `drover snapshot create`. The backup outlives the command, the volume and the cluster.",
+		Example: "  drover backup create db\n  drover backup create db --snapshot before-upgrade --target offsite\n" +
+			"  drover backup create db --name db-friday --label why=upgrade",
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(volumes, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.withTimeout(cmd)
+			defer done()
+			c, err := a.newClient()
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			b, err := f.newBackup(ctx, c, left[0], began)
+			if err != nil {
+				return err
+			}
+			if err := createBackup(ctx, c, b, f.name != ""); err != nil {
+				return err
+			}
+			result := fmt.Sprintf("backup %q created: follow it with `drover backup show %s`", b.Name, b.Name)
+			if f.wait {
+				p := newProgress(cmd.ErrOrStderr(), "backup "+b.Name)
+				b, err = awaitBackup(ctx, c, b, p)
+				p.clearLine()
+				if err != nil {
+					return err
+				}
+				result = fmt.Sprintf("backup %q of volume %q completed: %s, %s uploaded, %s, in %s", b.Name, b.Spec.Volume,
+					api.SizeText(b.Status.VolumeSize), api.SizeText(b.Status.NewlyUploadDataSize), backupMode(b),
+					seconds(time.Since(began)))
+			}
+			return a.printObject(cmd.OutOrStdout(), b, func(w io.Writer) { fmt.Fprintln(w, result) })
+		},
+	}
+	c.Flags().StringVar(&f.name, "name", "", "name of the backup (default: volume and time)")
+	c.Flags().StringVar(&f.snapshot, "snapshot", "", "snapshot of the volume to back up (default: a new one)")
+	c.Flags().StringVar(&f.target, "target", api.DefaultBackupTarget, "backup target")
+	c.Flags().BoolVar(&f.full, "full", false, "read and compare everything, without trust in earlier backups")
+	c.Flags().StringToStringVar(&f.labels, "label", nil, "labels to keep with it: a=b,c=d")
+	c.Flags().BoolVar(&f.wait, "wait", true, "wait until the backup is completed")
+	return c
+}
+
+// newBackup returns the Backup that the flags describe, after checks that need no node.
+func (f *backupFlags) newBackup(ctx context.Context, c client.Client, volume string, now time.Time) (
+	*api.Backup, error) {
+	const most = 128 - len("-20060102-150405-10") // room for the time and a number in a name
+	name := f.name
+	if name == "" {
+		name = strings.TrimRight(volume[:min(len(volume), most)], "-.") + "-" + now.UTC().Format("20060102-150405")
+	}
+	if err := checkName("backup", name); err != nil {
+		return nil, err
+	}
+	var v api.Volume
+	if err := getObject(ctx, c, "volume", volume, &v); err != nil {
+		return nil, err
+	}
+	if f.snapshot == "" {
+		if err := refuseDeleted(&v); err != nil {
+			return nil, err
+		}
+	} else {
+		var s api.Snapshot
+		if err := getObject(ctx, c, "snapshot", f.snapshot, &s); err != nil {
+			return nil, err
+		}
+		if s.Spec.Volume != volume {
+			return nil, usagef("snapshot %q is one of volume %q, not of %q", s.Name, s.Spec.Volume, volume)
+		}
+	}
+	var t api.BackupTarget
+	if err := getTarget(ctx, c, f.target, &t); err != nil {
+		return nil, err
+	}
+	if t.Spec.ReadOnly {
+		return nil, api.Errorf(api.InUse, "target %q is read-only: name another with --target", t.Name)
+	}
+	b := &api.Backup{Spec: api.BackupSpec{BackupTargetName: t.Name, Volume: volume, SnapshotName: f.snapshot,
+		BackupMode: api.BackupIncremental, Labels: f.labels}}
+	if f.full {
+		b.Spec.BackupMode = api.BackupFull
+	}
+	b.Name = name
+	return b, nil
+}
+
+// createBackup creates a Backup. A name of the command itself gets a number if the name is taken. An interrupt may come
+// after the API server created the Backup.
+func createBackup(ctx context.Context, c client.Client, b *api.Backup, named bool) error {
+	name := b.Name
+	err := c.Create(ctx, b)
+	for n := 2; !named && apierrors.IsAlreadyExists(err); n++ {
+		b.Name = fmt.Sprintf("%s-%d", name, n)
+		err = c.Create(ctx, b)
+	}
+	switch {
+	case err == nil:
+		return nil
+	case apierrors.IsAlreadyExists(err):
+		return api.Errorf(api.Exists, "backup %q exists already: see `drover backup show %s`", name, name)
+	case ctx.Err() != nil:
+		return explainBackupEnd(context.Cause(ctx), b, isCreated(ctx, c, b))
+	}
+	return explain(ctx, err)
+}
+
+// isCreated checks, after the end of ctx, whether a Backup that has not ended has the name of b.
+func isCreated(ctx context.Context, c client.Client, b *api.Backup) bool {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
+	defer cancel()
+	var have api.Backup
+	return c.Get(ctx, client.ObjectKey{Name: b.Name}, &have) == nil && !have.Ended() && have.Spec.Volume == b.Spec.Volume
+}
+
+// explainBackupEnd tells the user of a command that ends early whether the backup continues.
+func explainBackupEnd(err error, b *api.Backup, continues bool) error {
+	if !continues || !errors.Is(err, errTimeout) && !errors.Is(err, context.Canceled) {
+		return err
+	}
+	return fmt.Errorf("%w: backup %[2]q continues%[3]s: follow it with `drover backup show %[2]s`, end it with "+
+		"`drover backup delete %[2]s`", err, b.Name, colon(b.Status.Message))
+}
+
+// awaitBackup follows a Backup until it is completed or has an error. Each reason for waiting is a remark.
+func awaitBackup(ctx context.Context, c client.WithWatch, b *api.Backup, p *progress) (*api.Backup, error) {
+	name, uid, why := b.Name, b.UID, ""
+	gone := api.Errorf(api.NotFound, "backup %q was deleted meanwhile", name)
+	last := b
+	err := throughRestarts(ctx, p, func() error {
+		_, err := awaitObject(ctx, c, name, gone, func(now *api.Backup) (bool, error) {
+			if now.UID != uid || now.DeletionTimestamp != nil {
+				return true, gone
+			}
+			last = now
+			switch st := &now.Status; st.State {
+			case api.BackupCompleted:
+				return true, nil
+			case api.BackupError:
+				return true, api.Errorf(api.Other, "backup %q failed: %s", name, st.Message)
+			case api.BackupInProgress:
+				p.showProgress("in-progress", st.BytesDone, st.BytesTotal)
+			default:
+				p.showProgress("pending", 0, 0)
+				if st.Message != why && st.Message != "" {
+					p.clearLine()
+					fmt.Fprintf(p.w, "backup %q waits: %s\n", name, printers.EscapeTerminal(st.Message))
+				}
+				why = st.Message
+			}
+			return false, nil
+		})
+		return err
+	})
+	return last, explainBackupEnd(err, last, true)
+}
+
+// backupMode returns how a backup was made, or will be made.
+func backupMode(b *api.Backup) string {
+	return cmp.Or(b.Status.BackupMode, b.Spec.BackupMode, api.BackupIncremental)
+}
+
+func (a *app) backupList() *cobra.Command {
+	var volume, target string
+	c := &cobra.Command{
+		Use: "list", Short: "List the backups", Aliases: []string{"ls"}, Args: checkArgs(cobra.NoArgs),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ctx, done := a.withTimeout(cmd)
+			defer done()
+			c, err := a.newClient()
+			if err != nil {
+				return err
+			}
+			list, err := backupsOf(ctx, c, volume, target)
+			if err != nil {
+				return err
+			}
+			return a.printList(cmd.OutOrStdout(), list, "NAME VOLUME TARGET STATE PROGRESS SIZE UPLOADED CREATED MESSAGE",
+				func(o runtime.Object) []string {
+					b := o.(*api.Backup)
+					return []string{b.Name, b.Spec.Volume, b.Target(), string(b.Status.State), fmt.Sprintf("%d%%", b.Status.Progress),
+						someBytes(b.Status.VolumeSize), someBytes(b.Status.NewlyUploadDataSize), b.Status.SnapshotCreatedAt,
+						b.Status.Message}
+				})
+		},
+	}
+	c.Flags().StringVar(&volume, "volume", "", "only backups of this volume")
+	c.Flags().StringVar(&target, "target", "", "only backups in this target")
+	return c
+}
+
+// backupsOf returns the backups of a volume and a target, each of which may be empty for all, by volume and instant.
+func backupsOf(ctx context.Context, c client.Client, volume, target string) (*api.BackupList, error) {
+	list := &api.BackupList{}
+	if err := c.List(ctx, list); err != nil {
+		return nil, explain(ctx, err)
+	}
+	list.Items = slices.DeleteFunc(list.Items, func(b api.Backup) bool {
+		return volume != "" && b.Spec.Volume != volume || target != "" && b.Target() != target
+	})
+	slices.SortStableFunc(list.Items, func(a, b api.Backup) int {
+		return cmp.Or(strings.Compare(a.Spec.Volume, b.Spec.Volume), backupInstant(&a).Compare(backupInstant(&b)))
+	})
+	return list, nil
+}
+
+// backupInstant is the instant that a backup shows, or the creation of the object while no snapshot is known.
+func backupInstant(b *api.Backup) time.Time {
+	if t, err := time.Parse(time.RFC3339, b.Status.SnapshotCreatedAt); err == nil {
+		return t
+	}
+	return b.CreationTimestamp.Time
+}
+
+func (a *app) backupShow() *cobra.Command {
+	return &cobra.Command{
+		Use: "show NAME", Short: "Show a backup",
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(backups, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.withTimeout(cmd)
+			defer done()
+			c, err := a.newClient()
+			if err != nil {
+				return err
+			}
+			var b api.Backup
+			if err := getObject(ctx, c, "backup", left[0], &b); err != nil {
+				return err
+			}
+			return a.printObject(cmd.OutOrStdout(), &b, func(w io.Writer) {
+				describeBackup(w, &b)
+				describeEvents(w, eventsOf(ctx, c, &b, "Backup"))
+			})
+		},
+	}
+}
+
+func describeBackup(w io.Writer, b *api.Backup) {
+	s := b.Status
+	progress := fmt.Sprintf("%d %%", s.Progress)
+	if s.BytesTotal > 0 && !b.Ended() {
+		progress += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
+	}
+	snapshot := cmp.Or(s.SnapshotName, b.Spec.SnapshotName)
+	if s.SnapshotCreatedAt != "" {
+		snapshot += " of " + s.SnapshotCreatedAt
+	}
+	uploaded, attempts, labels := someBytes(s.NewlyUploadDataSize), "", s.Labels
+	if s.State == api.BackupCompleted {
+		uploaded = api.SizeText(s.NewlyUploadDataSize)
+	}
+	if s.Attempts > 0 && !b.Ended() {
+		attempts = api.CountText(int(s.Attempts), "attempt") + " failed"
+		if s.NextTry != nil {
+			attempts += ", the next is at " + s.NextTry.UTC().Format(time.RFC3339)
+		}
+	}
+	if len(labels) == 0 {
+		labels = b.Spec.Labels
+	}
+	node := s.OwnerID
+	if b.Spec.Source != nil {
+		node = cmp.Or(node, b.Spec.Source.Node)
+	}
+	printFields(w, "Name", b.Name, "Volume", b.Spec.Volume, "Target", b.Target(), "State", string(s.State),
+		"Message", s.Message, "Progress", progress, "Attempts", attempts, "Mode", backupMode(b), "Snapshot", snapshot,
+		"Ended", s.BackupCreatedAt, "Size", someBytes(s.VolumeSize), "Uploaded", uploaded,
+		"Image", s.VolumeBackingImageName, "Labels", joinLabels(labels), "Node", node, "restic snapshot",
+		cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL, "Volume UID", string(s.VolumeUID))
+}
+
+func (a *app) backupDelete() *cobra.Command {
+	wait := true
+	c := &cobra.Command{
+		Use: "delete NAME...", Short: "Delete backups, also in the store", Aliases: []string{"rm"},
+		Long: "Deletes backups, also in the store; a backup in progress ends. Other backups and the volume stay. The\n" +
+			"space in the store comes back with the next sweep, a minute later or after the backups in progress.",
+		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(backups, false),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.withTimeout(cmd)
+			defer done()
+			c, err := a.newClient()
+			if err != nil {
+				return err
+			}
+			for _, name := range left {
+				var b api.Backup
+				if err := getObject(ctx, c, "backup", name, &b); err != nil {
+					return err
+				}
+				if err := c.Delete(ctx, &b, client.Preconditions{UID: &b.UID}); client.IgnoreNotFound(err) != nil {
+					return explain(ctx, err)
+				}
+				if !wait {
+					a.printOutcome(cmd, "backup", name, "is being deleted")
+					continue
+				}
+				if err := awaitDeleted(ctx, c, &b, cmd.ErrOrStderr()); err != nil {
+					return err
+				}
+				a.printOutcome(cmd, "backup", name, "deleted")
+			}
+			return nil
+		},
+	}
+	c.Flags().BoolVar(&wait, "wait", true, "wait until the store has no backup of the name any more")
+	return c
+}
+
+// awaitDeleted waits until a Backup is gone. A remark says why the deletion waits.
+func awaitDeleted(ctx context.Context, c client.WithWatch, b *api.Backup, remarks io.Writer) error {
+	told := ""
+	return awaitGone(ctx, c, "backup", b, func(now *api.Backup) string {
+		why := ""
+		if now.Status.State == api.BackupDeleting {
+			why = now.Status.Message
+		}
+		if why != told && why != "" {
+			fmt.Fprintf(remarks, "backup %q waits: %s\n", now.Name, printers.EscapeTerminal(why))
+		}
+		told = why
+		return why
+	})
+}
