@@ -141,7 +141,7 @@ func createTarget(ctx context.Context, c client.Client, t *api.BackupTarget, opt
 // store has the last word. The error never prints a URL with a password.
 func checkAddress(address string) error {
 	u, err := url.Parse(address)
-	if err != nil || u.Scheme != "file" && u.Scheme != "s3" {
+	if err != nil || u.Scheme != "file" && u.Scheme != "vfs" && u.Scheme != "s3" {
 		return usagef("the address of a store is file:///PATH or s3://BUCKET@REGION/PATH")
 	}
 	if _, has := u.User.Password(); has {
@@ -149,10 +149,10 @@ func checkAddress(address string) error {
 			"the credentials into a file and name the file with --credentials-file")
 	}
 	switch {
-	case u.Scheme == "file" && (u.Host != "" || u.Path == "" || u.Path == "/"):
+	case u.Scheme == "s3" && u.Host == "" && u.User == nil:
+		return usagef("%s names no bucket: write s3://BUCKET@REGION/PATH", address)
+	case u.Scheme != "s3" && (u.Host != "" || u.Path == "" || u.Path == "/"):
 		return usagef("%s names no folder: write file:///PATH, with three slashes", address)
-	case u.Scheme == "s3" && (u.Host == "" || u.User == nil):
-		return usagef("%s lacks the bucket or its region: write s3://BUCKET@REGION/PATH", address)
 	}
 	return nil
 }
@@ -300,9 +300,9 @@ func describeTarget(w io.Writer, t *api.BackupTarget) {
 		searched += ", last " + last + " ago"
 	}
 	printFields(w, "Name", t.Name, "URL", t.Spec.BackupTargetURL, "Available", fmt.Sprint(s.Available),
-		"Message", s.Message, "Encrypted", encrypted, "Secret", secret, "Read-only", fmt.Sprint(t.Spec.ReadOnly), "Searched", searched,
-		"Backups", fmt.Sprint(s.Backups), "Sweep", sweepText(&s),
-		"Repository", s.RepositoryID, "Node", s.OwnerID)
+		"Message", s.Message, "Encrypted", encrypted, "Secret", secret, "Read-only", fmt.Sprint(t.Spec.ReadOnly),
+		"Searched", searched, "Backups", fmt.Sprint(s.Backups), "Sweep", sweepText(&s), "Repository", s.RepositoryID,
+		"Node", s.OwnerID)
 	printConditions(w, s.Conditions)
 }
 
@@ -349,7 +349,7 @@ func (a *app) targetSync() *cobra.Command {
 	}
 }
 
-// syncTarget asks for a list of the store, and waits for a list that is no older than this request.
+// syncTarget asks for a list of the store, and waits until the target's node has followed this request or a later one.
 func syncTarget(ctx context.Context, c client.WithWatch, name string, remarks io.Writer) (*api.BackupTarget, error) {
 	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
 	asked := metav1.NewTime(time.Now().Truncate(time.Second))
@@ -368,8 +368,15 @@ func syncTarget(ctx context.Context, c client.WithWatch, name string, remarks io
 	}
 	remark, why := remarkOn(remarks), ""
 	t, err := awaitObject(ctx, c, name, gone, func(t *api.BackupTarget) (bool, error) {
-		why = remark(t)
-		return t.Status.SyncedRequest != nil && !t.Status.SyncedRequest.Before(&asked), nil
+		if t.Status.SyncedRequest == nil || t.Status.SyncedRequest.Before(&asked) {
+			why = remark(t)
+			return false, nil
+		}
+		if cond := unavailableReason(t); cond != nil {
+			return true, api.Errorf(api.Other, "target %q is unavailable: %s; see `drover target show %[1]s`", name,
+				cmp.Or(cond.Message, cond.Reason))
+		}
+		return true, nil
 	})
 	return t, explainTimeout(err, "the store of target %q was not searched yet%s", name, colon(why))
 }

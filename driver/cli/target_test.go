@@ -182,7 +182,7 @@ func TestTargetCreateRefusesAtOnce(t *testing.T) {
 		"scheme":        {2, []string{"nfs://host/share"}, "file:///PATH or s3://BUCKET@REGION/PATH"},
 		"path":          {2, []string{"/srv/backups"}, "file:///PATH or s3://BUCKET@REGION/PATH"},
 		"two slashes":   {2, []string{"file://srv/backups"}, "three slashes"},
-		"no bucket":     {2, []string{"s3://bucket/path"}, "s3://BUCKET@REGION/PATH"},
+		"no bucket":     {2, []string{"s3:///path"}, "s3://BUCKET@REGION/PATH"},
 		"password":      {2, []string{"s3://key:hush@bucket/p"}, "--credentials-file"},
 		"name":          {2, []string{"Not_A_Name", "file:///srv/x"}, "lower-case"},
 		"interval":      {2, []string{"file:///srv/x", "--poll-interval", "-1s"}, "--poll-interval"},
@@ -219,7 +219,8 @@ func TestTargetCreateRefusesAtOnce(t *testing.T) {
 }
 
 // TestTargetSyncWaitsForAListOfItsOwn: target sync makes a new value even if the last request is of the same second or
-// of a clock that is ahead, and ends only when this request was followed.
+// of a clock that is ahead, and ends only when this request was followed. A store that could not be searched is an
+// error.
 func TestTargetSyncWaitsForAListOfItsOwn(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
@@ -232,20 +233,31 @@ func TestTargetSyncWaitsForAListOfItsOwn(t *testing.T) {
 	if err := store.Status().Update(ctx, b); err != nil {
 		t.Fatal(err)
 	}
-	remarks, done := make(heard, 1000), make(chan result, 1)
-	go func() { done <- droverTo(ctx, remarks, kubeconfig("target", "sync", "synced")...) }()
-	now, err := await.Until(ctx, store, "synced", func(b *api.BackupTarget) (bool, error) {
-		return b.Spec.SyncRequestedAt.After(ahead.Time), nil
-	})
-	if err != nil {
-		t.Fatal(err)
+	sync := func(answer func(*api.BackupTarget)) result {
+		t.Helper()
+		remarks, done := make(heard, 1000), make(chan result, 1)
+		go func() { done <- droverTo(ctx, remarks, kubeconfig("target", "sync", "synced")...) }()
+		now, err := await.Until(ctx, store, "synced", func(b *api.BackupTarget) (bool, error) {
+			return b.Spec.SyncRequestedAt.After(b.Status.SyncedRequest.Time), nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		remarks.await(t, ctx, `target "synced" waits: connection refused`)
+		now.Status.SyncedRequest = now.Spec.SyncRequestedAt
+		answer(now)
+		if err := store.Status().Update(ctx, now); err != nil {
+			t.Fatal(err)
+		}
+		r := within(t, "end of target sync", done)
+		for len(remarks) > 0 {
+			r.err += <-remarks
+		}
+		return r
 	}
-	remarks.await(t, ctx, "connection refused")
-	now.Status.SyncedRequest, now.Status.Backups = now.Spec.SyncRequestedAt, 7
-	if err := store.Status().Update(ctx, now); err != nil {
-		t.Fatal(err)
-	}
-	r := within(t, "end of target sync", done)
+	r := sync(func(b *api.BackupTarget) { unavailable(b, api.ReasonUnreachable, "connection refused again") })
+	r.mustSay(t, 1, `target "synced" is unavailable: connection refused again`, "drover target show synced")
+	r = sync(func(b *api.BackupTarget) { b.Status.Available, b.Status.Conditions, b.Status.Backups = true, nil, 7 })
 	r.mustSay(t, 0, `target "synced" has 7 backups, searched in`)
 	drover(t, kubeconfig("target", "sync")...).mustSay(t, 3, "drover target create URL")
 }
