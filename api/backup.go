@@ -62,6 +62,8 @@ type Backup struct {
 // +kubebuilder:validation:XValidation:rule="self.volume == oldSelf.volume && self.backupTargetName == oldSelf.backupTargetName",message="a backup cannot change: delete it and make a new one"
 // +kubebuilder:validation:XValidation:rule="has(self.snapshotName) && size(self.snapshotName) > 0 ? has(oldSelf.snapshotName) && self.snapshotName == oldSelf.snapshotName : !has(oldSelf.snapshotName) || size(oldSelf.snapshotName) == 0",message="snapshotName cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.snapshotID) && size(self.snapshotID) > 0 ? has(oldSelf.snapshotID) && self.snapshotID == oldSelf.snapshotID : !has(oldSelf.snapshotID) || size(oldSelf.snapshotID) == 0",message="snapshotID cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.backupMode) && size(self.backupMode) > 0 ? has(oldSelf.backupMode) && self.backupMode == oldSelf.backupMode : !has(oldSelf.backupMode) || size(oldSelf.backupMode) == 0",message="backupMode cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.labels) && size(self.labels) > 0 ? has(oldSelf.labels) && self.labels == oldSelf.labels : !has(oldSelf.labels) || size(oldSelf.labels) == 0",message="labels cannot change: the store has them already"
 type BackupSpec struct {
 	// BackupTargetName is the BackupTarget of the backup.
 	// +kubebuilder:default=default

@@ -41,11 +41,19 @@ type BackupTargetSpec struct {
 	CredentialSecret *SecretRef `json:"credentialSecret,omitempty"`
 	// PollInterval is how often the backups in the store are listed; 0s: only when SyncRequestedAt changes.
 	// +kubebuilder:default="5m0s"
-	PollInterval metav1.Duration `json:"pollInterval,omitempty"`
+	PollInterval *metav1.Duration `json:"pollInterval,omitempty"`
 	// SyncRequestedAt asks, once for each new value, for a list of the backups in the store.
 	SyncRequestedAt *metav1.Time `json:"syncRequestedAt,omitempty"`
 	// ReadOnly refuses new backups, deletions and sweeps.
 	ReadOnly bool `json:"readOnly,omitempty"`
+}
+
+// Poll is the PollInterval; 0: never.
+func (s *BackupTargetSpec) Poll() time.Duration {
+	if s.PollInterval == nil {
+		return DefaultPollInterval
+	}
+	return s.PollInterval.Duration
 }
 
 // ConditionUnavailable is True on a BackupTarget that cannot be used; the reason is one of the reasons below.

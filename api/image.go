@@ -9,7 +9,8 @@ type SourceType string
 
 // Source types. Parameters: download {url}; upload {size}; file {path} (on the node of the first disk);
 // export-from-volume {volume-name, snapshot-name} (the volume now, or a snapshot); clone {backingImage}; registry
-// {url: docker://host[:port]/repo[:tag|@digest], plainHTTP: true for one without TLS}.
+// {url: docker://host[:port]/repo[:tag|@digest], plainHTTP: true for one without TLS}; restore {backup-url} (the
+// status.url of a Backup).
 const (
 	SourceDownload SourceType = "download"
 	SourceUpload   SourceType = "upload"
@@ -17,6 +18,7 @@ const (
 	SourceExport   SourceType = "export-from-volume"
 	SourceClone    SourceType = "clone"
 	SourceRegistry SourceType = "registry"
+	SourceRestore  SourceType = "restore"
 )
 
 // ImageState is the state of an image, or of its copy on one disk.

@@ -10,8 +10,8 @@ import (
 	"strings"
 )
 
-// SourceRestore is known by name and not supported yet.
-const SourceRestore SourceType = "restore"
+// RestoreBackupURL is the parameter of SourceRestore, by Longhorn's name.
+const RestoreBackupURL = "backup-url"
 
 // Parameters of SourceExport. The type exists for users with the habit: an image is layers, not a file.
 const (
@@ -27,6 +27,7 @@ var sourceParameters = map[SourceType]map[string]bool{
 	SourceFile:     {"path": true},
 	SourceClone:    {"backingImage": true},
 	SourceRegistry: {"url": true, "plainHTTP": false},
+	SourceRestore:  {RestoreBackupURL: true},
 	SourceExport:   {ExportVolume: true, ExportSnapshot: false, ExportFormat: false},
 }
 
@@ -52,14 +53,10 @@ func (s *BackingImageSpec) Normalize() {
 	}
 }
 
-// Validate refuses a wish that can never come true, with kind invalid, or unsupported for planned features. The
-// checksum is compared without regard to case.
+// Validate refuses a wish that can never come true, with kind invalid. The checksum is compared without regard to case.
 func (s *BackingImageSpec) Validate() error {
 	known, ok := sourceParameters[s.SourceType]
 	if !ok {
-		if s.SourceType == SourceRestore {
-			return Errorf(Unsupported, "source type %s is not supported yet: use %s", s.SourceType, sourceTypes())
-		}
 		return Errorf(Invalid, "source type %q is unknown: use %s", s.SourceType, sourceTypes())
 	}
 	for _, k := range slices.Sorted(maps.Keys(s.SourceParameters)) {
@@ -148,6 +145,12 @@ func (s *BackingImageSpec) validateParameters() error {
 			if n, err := strconv.ParseInt(v, 10, 64); err != nil || n <= 0 {
 				return Errorf(Invalid, "parameter size is %q: it must be a number of bytes above 0", v)
 			}
+		}
+	case SourceRestore:
+		u, err := url.Parse(s.SourceParameters[RestoreBackupURL])
+		if err != nil || u.Scheme == "" || u.User != nil || u.Query().Get("backup") == "" || u.Query().Get("volume") == "" {
+			// The text may hold a password.
+			return Errorf(Invalid, "parameter %s is no URL of a backup: copy status.url of the Backup", RestoreBackupURL)
 		}
 	case SourceFile:
 		if p := s.SourceParameters["path"]; !path.IsAbs(p) {

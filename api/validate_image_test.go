@@ -48,9 +48,11 @@ func TestBackingImageSpecValidate(t *testing.T) {
 			SourceParameters: map[string]string{"path": "/x"}}, Invalid, "asks for no secret"},
 		{"a secret without a name", BackingImageSpec{SourceType: SourceDownload, SecretRef: &SecretRef{},
 			SourceParameters: map[string]string{"url": "https://h/x"}}, Invalid, "the name of a Secret"},
-		{"later", BackingImageSpec{SourceType: SourceRestore}, Unsupported, "not supported yet"},
-		{"later", BackingImageSpec{SourceType: SourceRestore}, Unsupported,
-			"not supported yet: use clone, download, export-from-volume, file, registry or upload"},
+		{"restore of nothing", BackingImageSpec{SourceType: SourceRestore}, Invalid, `needs the parameter "backup-url"`},
+		{"restore of a target", BackingImageSpec{SourceType: SourceRestore,
+			SourceParameters: map[string]string{RestoreBackupURL: "s3://bucket@region/path"}}, Invalid, "no URL of a backup"},
+		{"restore with a password", BackingImageSpec{SourceType: SourceRestore, SourceParameters: map[string]string{
+			RestoreBackupURL: "s3://me:secret@bucket/path?backup=b&volume=v"}}, Invalid, "no URL of a backup"},
 		{"unknown type", BackingImageSpec{SourceType: "tape"}, Invalid, `"tape" is unknown`},
 		{"disk", BackingImageSpec{SourceType: SourceUpload, CleanupDisks: []UID{"../x"}}, Invalid, "not a UID"},
 	} {

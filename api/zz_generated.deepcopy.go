@@ -438,7 +438,11 @@ func (in *BackupTargetSpec) DeepCopyInto(out *BackupTargetSpec) {
 		*out = new(SecretRef)
 		**out = **in
 	}
-	out.PollInterval = in.PollInterval
+	if in.PollInterval != nil {
+		in, out := &in.PollInterval, &out.PollInterval
+		*out = new(v1.Duration)
+		**out = **in
+	}
 	if in.SyncRequestedAt != nil {
 		in, out := &in.SyncRequestedAt, &out.SyncRequestedAt
 		*out = (*in).DeepCopy()

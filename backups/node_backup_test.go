@@ -13,7 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/backups/tags"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
@@ -297,7 +297,7 @@ func TestFactsTravel(t *testing.T) {
 	if len(list) != 1 {
 		t.Fatalf("%d snapshots", len(list))
 	}
-	f, ok := targets.ParseTags(list[0].Tags)
+	f, ok := tags.Parse(list[0].Tags)
 	if !ok || f.Object != api.UID(b.UID) || f.Backup != "b" || f.Uploaded != b.Status.NewlyUploadDataSize ||
 		f.Mode != api.BackupFull || f.SnapshotUID != v.snapshots[0] || f.VolumeSize != v.size || f.Labels["of"] != "b" {
 		t.Errorf("facts %+v", f)

@@ -5,10 +5,13 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
@@ -75,6 +78,8 @@ func TestDeletionWhileWaiting(t *testing.T) {
 		return nil
 	}
 	w.store.set(fail, nil)
+	before := metav1.NewTime(time.Now().Add(-10 * time.Minute)) // its sweep may already run
+	apitest.EditStatus(w.Server, w.target, func(t *api.BackupTarget) { t.Status.SweepRequested = &before })
 	w.start(nil)
 	b := w.newBackup("b", v, 0)
 	w.await(b, "Pending after an attempt", func(b *api.Backup) bool {
@@ -89,7 +94,7 @@ func TestDeletionWhileWaiting(t *testing.T) {
 	w.held()
 	w.check(0)
 	must(t, w.Client.Get(w.Ctx, client.ObjectKeyFromObject(w.target), w.target))
-	if w.target.Status.SweepRequested == nil {
+	if at := w.target.Status.SweepRequested; at == nil || !at.After(before.Add(time.Minute)) {
 		t.Error("nothing asks for a sweep of what the backup uploaded")
 	}
 }
@@ -107,6 +112,24 @@ func TestDeletionWithoutTarget(t *testing.T) {
 	w.Delete(b)
 	w.AwaitDeleted(b, &api.BackupList{})
 	w.held()
+}
+
+// TestDeletionWithoutDisk: a disk that failed for good delays no deletion. Its hold ends when the disk answers again.
+func TestDeletionWithoutDisk(t *testing.T) {
+	w := newWorld(t)
+	w.opts.CollectEvery = 50 * time.Millisecond
+	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, chunk)})
+	g := newGate("put", "data/")
+	w.store.set(g.hook, nil)
+	w.start(nil)
+	b := w.newBackup("b", v, 0)
+	w.receive(g.reached, "the backup uploads")
+	w.broken.Store(true)
+	w.Delete(b)
+	w.AwaitDeleted(b, &api.BackupList{})
+	w.check(0)
+	w.broken.Store(false)
+	w.awaitReleased()
 }
 
 // TestSourceIsTakenAway: a node whose backup the planner gives to another node stops the work, releases the snapshot,
@@ -135,7 +158,8 @@ func TestHoldsOfFormerProcessesAreReleased(t *testing.T) {
 	w := newWorld(t)
 	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, chunk)})
 	hold := func(holder string) {
-		_, _, err := w.disk.HoldSnapshot(w.Ctx, holder, "b", string(v.replica), string(v.snapshots[0]))
+		_, _, err := w.disk.HoldSnapshot(w.Ctx, holder, "b", string(v.replica),
+			block.SnapshotCut{UID: string(v.snapshots[0])})
 		must(t, err)
 	}
 	ended := w.newBackup("ended", v, 0)

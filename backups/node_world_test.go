@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -149,11 +150,13 @@ func (g *gate) hook(ctx context.Context, operation, name string) error {
 type world struct {
 	*apitest.Server
 	disk   *stack.Disk
+	broken atomic.Bool // the disk does not answer
 	folder string
 	store  *hookedStore
 	opts   host.Options
 	target *api.BackupTarget
 	stop   func()
+	open   func(ctx context.Context, url string) (block.Backup, error) // of the process
 
 	refused chan struct{} // closed when startUntilCompleted refuses the status
 }
@@ -192,7 +195,9 @@ func newWorld(t *testing.T) *world {
 func (w *world) start(refuse func(client.Object) error) {
 	w.T.Helper()
 	mgr := w.Manager(refuse)
-	must(w.T, backups.SetupNode(mgr, nodeName, w.findDisk, w.opts))
+	var err error
+	w.open, err = backups.SetupNode(mgr, nodeName, w.findDisk, w.opts)
+	must(w.T, err)
 	w.stop = w.Run(mgr)
 }
 
@@ -219,7 +224,7 @@ func (w *world) killed(b *api.Backup) {
 }
 
 func (w *world) findDisk(uid api.UID) (block.SnapshotDisk, error) {
-	if uid != api.UID(w.disk.UID()) {
+	if uid != api.UID(w.disk.UID()) || w.broken.Load() {
 		return nil, api.Errorf(api.Unavailable, "disk %s: does not answer", uid)
 	}
 	return w.disk, nil

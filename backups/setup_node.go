@@ -1,19 +1,28 @@
 package backups
 
 import (
+	"context"
+
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host"
+	"drover.io/drover/backups/host/restore"
 	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/block"
 )
 
-// SetupNode adds the host, the room's part in the node role, to mgr. disks finds a disk of the node by its UID.
-func SetupNode(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDisk, error), o host.Options) error {
+// SetupNode adds the host, the room's part in the node role, to mgr, and returns what opens backups for restores. disks
+// finds a disk of the node by its UID.
+func SetupNode(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDisk, error), o host.Options) (
+	open func(ctx context.Context, url string) (block.Backup, error), err error) {
 	repositories, err := targets.Setup(mgr, node, o.Targets)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	return host.Setup(mgr, node, disks, repositories, o)
+	if err := host.Setup(mgr, node, disks, repositories, o); err != nil {
+		return nil, err
+	}
+	backups := &restore.Backups{Reader: mgr.GetClient(), Repositories: repositories}
+	return backups.Open, nil
 }

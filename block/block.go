@@ -8,6 +8,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"time"
 )
 
 // Size is the granularity of every map, in bytes.
@@ -171,14 +172,23 @@ type Exporter interface {
 	OpenStack(layers []string, size int64) (Source, error)
 }
 
+// SnapshotCut is one try of a snapshot. A replica that was dropped during a cut may have a snapshot of the same UID,
+// and of another instant and content.
+type SnapshotCut struct {
+	UID     string
+	Created time.Time // the instant of the cut
+}
+
 // SnapshotDisk is the part of a disk that backups of volumes need. Implemented by replicas/stack, wired by driver.
 // Methods are safe for concurrent use, also by several processes on the same disk.
 type SnapshotDisk interface {
 	// HoldSnapshot finds the layers of a snapshot in a replica, bottom first, with the size of the snapshot in bytes, and
 	// keeps the layers for holder, a UID, even if the snapshot or the replica is deleted. name is the holder's name. A
-	// repeated call returns the layers that are held already, whatever the snapshot. An error of kind not found: the
-	// disk has no such replica or snapshot. An error of kind busy: a layer is being copied or merged; try again later.
-	HoldSnapshot(ctx context.Context, holder, name, replica, snapshot string) (layers []string, size int64, err error)
+	// repeated call returns the layers that are held already; a call for another cut ends the hold first. An error of
+	// kind not found: the disk has no such replica or cut. An error of kind busy: a layer is being copied or merged; try
+	// again later.
+	HoldSnapshot(ctx context.Context, holder, name, replica string, snapshot SnapshotCut) (layers []string, size int64,
+		err error)
 	// ReleaseSnapshot ends the hold of a holder, and removes the layers without another reference. No hold: no error.
 	ReleaseSnapshot(holder string) error
 	// HeldSnapshots returns the names of the holders, by holder. After an error some holders may be missing.
@@ -190,15 +200,26 @@ type SnapshotDisk interface {
 	OpenStack(layers []string, size int64) (Source, error)
 	// ChangedChunks lists, in ascending order, the chunks of the snapshot target of a replica whose bytes may differ from
 	// the snapshot base, as the maps tell. Beyond the end of the base all chunks with data or zeros differ. The list
-	// takes 8 bytes for each chunk that differs. An error of kind not found: the replica, base or target does not exist.
-	// An error of kind busy: a merge is in progress; try again later.
-	ChangedChunks(ctx context.Context, replica, base, target string) ([]int64, error)
+	// takes 8 bytes for each chunk that differs. An error of kind not found: the replica, base or target does not exist,
+	// or the replica has another cut of that UID. An error of kind busy: a merge is in progress; try again later.
+	ChangedChunks(ctx context.Context, replica string, base, target SnapshotCut) ([]int64, error)
 }
 
 // Exact is a LayerWriter that can be held to an existing layer: written blocks of zeros stay data, and Seal refuses
 // content of another root digest.
 type Exact interface {
 	Exact(root string)
+}
+
+// Backup is an open backup in a store. Implemented by room backups, wired by driver.
+type Backup interface {
+	Size() int64 // bytes of the volume or image
+	// Restore writes the content into a sink whose other bytes read as zeros. The content is durable when Restore returns.
+	// A damaged chunk of the backup is an error of kind corrupt.
+	Restore(ctx context.Context, sink Sink) error
+	// Restored returns how many bytes Restore has written, of how many that Restore knows of so far.
+	Restored() (done, total int64)
+	io.Closer
 }
 
 // LayerWriter fills one new layer.

@@ -330,15 +330,13 @@ func setImage(w *wish, v string) error {
 
 func setImageSource(w *wish, v string) error {
 	switch t := api.SourceType(v); t {
-	case api.SourceDownload, api.SourceRegistry, api.SourceClone, api.SourceExport:
+	case api.SourceDownload, api.SourceRegistry, api.SourceClone, api.SourceExport, api.SourceRestore:
 		w.image.source = t
 		return nil
 	case api.SourceUpload, api.SourceFile:
 		return fmt.Errorf("an image of this source must exist before a volume names it: create it first")
-	case api.SourceRestore:
-		return fmt.Errorf("not supported yet; supported are: clone, download, export-from-volume, registry")
 	}
-	return fmt.Errorf("want clone, download, export-from-volume or registry")
+	return fmt.Errorf("want clone, download, export-from-volume, registry or restore")
 }
 
 func setImageSecret(w *wish, v string) error {

@@ -34,7 +34,7 @@ func TestImagesThatCannotBe(t *testing.T) {
 		{"a secret that cannot be", []string{"backingImage", "bad-image", "backingImageURL", "http://x/y",
 			"backingImageSecretName", "../s"}, "Secret"},
 		{"no registry", []string{"backingImage", "bad-image", "backingImageURL", "docker://x"}, "docker://HOST"},
-		{"restore", []string{"backingImage", "bad-image", "backingImageDataSourceType", "restore"}, "not supported yet"},
+		{"restore", []string{"backingImage", "bad-image", "backingImageDataSourceType", "restore"}, "backup-url"},
 		{"export", []string{"backingImage", "bad-image", "backingImageDataSourceType", "export-from-volume"},
 			"volume-name"},
 		{"tags of no image", []string{"backingImageDiskSelector", "ssd"}, "backingImage"},

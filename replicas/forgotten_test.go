@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -122,7 +123,8 @@ func TestPinOfABackupStays(t *testing.T) {
 	// The process goes through the pins in the order of their uids.
 	holder, stale := "00000000-0000-4000-8000-000000000001", "ffffffff-ffff-4fff-8fff-ffffffffffff"
 	w.stopData()
-	if _, _, err := disk.HoldSnapshot(w.ctx, holder, "b", string(r.Spec.UID), string(s.Status.UID)); err != nil {
+	cut := block.SnapshotCut{UID: string(s.Status.UID)}
+	if _, _, err := disk.HoldSnapshot(w.ctx, holder, "b", string(r.Spec.UID), cut); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := disk.Pin(w.ctx, stack.Pin{UID: stale, For: "c", Disk: disk.UID()}, string(r.Spec.UID), ""); err != nil {

@@ -13,6 +13,7 @@ import (
 	"drover.io/drover/backups/manifest"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/tags"
 	"drover.io/drover/block"
 )
 
@@ -71,6 +72,8 @@ func (a *attempt) run(ctx context.Context, w *work) error {
 func (m *maker) openTarget(ctx context.Context, b *api.Backup) (*targets.Opened, error) {
 	opened, err := m.repositories.Open(ctx, b.Target())
 	switch {
+	case api.Is(err, api.Denied) || api.Is(err, api.Invalid): // a person corrects the target or its Secret
+		return nil, api.Errorf(api.Unavailable, "%w", err)
 	case err != nil:
 		return nil, err
 	case opened.Target.Spec.ReadOnly:
@@ -83,8 +86,14 @@ func (m *maker) openTarget(ctx context.Context, b *api.Backup) (*targets.Opened,
 // holdSnapshot holds the layers of the snapshot for the Backup.
 func (a *attempt) holdSnapshot(ctx context.Context, disk block.SnapshotDisk, src *api.ExportFact) (layers []string,
 	size int64, err error) {
+	cut, err := sourceCut(src)
+	if err != nil {
+		return nil, 0, err
+	}
 	err = retryBusy(ctx, mergeTimeout, func() (err error) {
-		layers, size, err = disk.HoldSnapshot(ctx, string(a.b.UID), a.b.Name, string(src.Replica), string(src.SnapshotUID))
+		a.holding.RLock()
+		defer a.holding.RUnlock()
+		layers, size, err = disk.HoldSnapshot(ctx, string(a.b.UID), a.b.Name, string(src.Replica), cut)
 		return err
 	})
 	if !api.Is(err, api.NotFound) {
@@ -99,6 +108,19 @@ func (a *attempt) holdSnapshot(ctx context.Context, disk block.SnapshotDisk, src
 	}
 	return nil, 0, api.Errorf(api.NotFound, "snapshot %s: does not exist any more; make another backup: %w", src.Snapshot,
 		err)
+}
+
+// sourceCut is the snapshot of a source. Without the instant, the bytes of a backup could be those of another try.
+func sourceCut(src *api.ExportFact) (block.SnapshotCut, error) {
+	created, err := time.Parse(time.RFC3339, src.CreationTime)
+	if err == nil && created.IsZero() {
+		err = errors.New("the time is zero")
+	}
+	if err != nil {
+		return block.SnapshotCut{}, api.Errorf(api.Invalid, "snapshot %s: the creation time is not valid: %w; make another "+
+			"backup", src.Snapshot, err)
+	}
+	return block.SnapshotCut{UID: string(src.SnapshotUID), Created: created}, nil
 }
 
 // retryBusy calls do again after each error of kind busy, at most for limit, if limit is not 0; then the last error
@@ -162,34 +184,50 @@ func (a *attempt) upload(ctx context.Context, w *work, r *repo.Repository, disk 
 // options describe the backup. The facts are complete when the mover asks for the tags.
 func (a *attempt) options(ctx context.Context, w *work, size int64) (o mover.BackupOptions, err error) {
 	b, src := a.b, &w.source
-	created, err := time.Parse(time.RFC3339, src.CreationTime)
+	cut, err := sourceCut(src)
 	if err != nil {
-		return o, api.Errorf(api.Invalid, "snapshot %s: the creation time is not valid: %w", src.Snapshot, err)
+		return o, err
 	}
 	object, image, err := a.describeVolume(ctx, src)
 	if err != nil {
 		return o, err
 	}
-	w.made.facts = targets.Facts{Backup: b.Name, Volume: src.Volume, Object: api.UID(b.UID), VolumeUID: src.VolumeUID,
+	w.made.facts = tags.Facts{Backup: b.Name, Volume: src.Volume, Object: api.UID(b.UID), VolumeUID: src.VolumeUID,
 		Snapshot: src.Snapshot, SnapshotCreated: src.CreationTime, SnapshotUID: src.SnapshotUID, VolumeSize: size,
 		Image: image, Labels: b.Spec.Labels}
 	o = mover.BackupOptions{
 		Description: manifest.Description{Kind: manifest.Volume, Name: src.Volume, Object: object},
-		Snapshot: repo.Snapshot{Time: created, Hostname: a.node, Username: "drover",
+		Snapshot: repo.Snapshot{Time: cut.Created, Hostname: a.node, Username: "drover",
 			Program: "drover " + a.opts.Version},
-		Tags: func(result mover.Result) []string {
+		Tags: func(ctx context.Context, result mover.Result) ([]string, error) {
+			if err := a.confirmSource(ctx, w); err != nil {
+				return nil, err
+			}
 			f := &w.made.facts
 			if f.Mode = api.BackupIncremental; result.Full {
 				f.Mode = api.BackupFull
 			}
 			f.Uploaded = result.StoredBytes
-			return f.Tags()
+			return f.Tags(), nil
 		},
 		FragmentSize: fragmentSize,
 		Progress:     &w.progress,
 	}
 	shareMemory(&o, a.opts.Memory, a.places)
 	return o, nil
+}
+
+// confirmSource returns an error if the Backup has ended, or another node makes it. A node that was cut off from the API
+// server may not know: its snapshot would be a second one of the Backup.
+func (a *attempt) confirmSource(ctx context.Context, w *work) error {
+	now := &api.Backup{}
+	if err := a.live.Get(ctx, client.ObjectKeyFromObject(a.b), now); err != nil {
+		return api.Explain(err, "backup %s: read the object before the commit", a.b.Name)
+	}
+	if !w.serves(now, a.node) {
+		return api.Errorf(api.Busy, "backup %s: this node does not make the backup any more", a.b.Name)
+	}
+	return nil
 }
 
 // volumeDescription is the JSON of a volume in the description of a backup, from which a restore makes the volume

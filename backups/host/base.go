@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"slices"
+	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -23,10 +24,19 @@ func (a *attempt) findBase(ctx context.Context, r *repo.Repository, disk block.S
 	if err != nil {
 		return nil, nil, err
 	}
+	target, err := sourceCut(src)
+	if err != nil {
+		return nil, nil, err
+	}
 	for _, b := range baseCandidates(list.Items, src.VolumeUID, a.b.Target()) {
+		created, err := time.Parse(time.RFC3339, b.Status.SnapshotCreatedAt)
+		if err != nil || created.IsZero() {
+			continue // the replica may have another try of the snapshot
+		}
+		base := block.SnapshotCut{UID: string(b.Status.SnapshotUID), Created: created}
 		var changed []int64
-		err := retryBusy(ctx, mergeTimeout, func() (err error) {
-			changed, err = disk.ChangedChunks(ctx, string(src.Replica), string(b.Status.SnapshotUID), string(src.SnapshotUID))
+		err = retryBusy(ctx, mergeTimeout, func() (err error) {
+			changed, err = disk.ChangedChunks(ctx, string(src.Replica), base, target)
 			return err
 		})
 		if api.Is(err, api.NotFound) {
@@ -48,12 +58,13 @@ func (a *attempt) findBase(ctx context.Context, r *repo.Repository, disk block.S
 	return nil, nil, nil
 }
 
-// baseCandidates are the backups of a volume in a target that know their snapshot, the newest first.
+// baseCandidates are the backups of a volume in a target that know their snapshot, the newest first. A backup that was
+// found in the store is none: nobody here knows that its session ended without an error.
 func baseCandidates(all []api.Backup, volume api.UID, target string) (list []*api.Backup) {
 	for i := range all {
 		b := &all[i]
 		s := &b.Status
-		if s.State == api.BackupCompleted && s.VolumeUID == volume && b.Target() == target && s.SnapshotUID != "" &&
+		if s.State == api.BackupCompleted && b.Spec.SnapshotID == "" && s.VolumeUID == volume && b.Target() == target && s.SnapshotUID != "" &&
 			b.DeletionTimestamp.IsZero() {
 			list = append(list, b)
 		}

@@ -19,5 +19,5 @@
 // Goroutines: the reconciler and the collector are the manager's. Works run in goroutines of the workSet, a Runnable of
 // the manager that waits for all of them. A work never writes the status of a Backup.
 //
-// Lock order: workSet.mu is a leaf, and is not held over I/O.
+// Lock order: maker.holding, which is held over the I/O of a hold or release, then workSet.mu, a leaf.
 package host

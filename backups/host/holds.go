@@ -7,6 +7,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 )
 
 // releaseHold releases what a work held. The collector tries again.
@@ -67,12 +68,23 @@ func (c collector) collectHolds(ctx context.Context) error {
 			return err
 		}
 		for holder := range c.staleHolds(d.UID, held, list.Items) {
-			if err := disk.ReleaseSnapshot(holder); err != nil {
+			if err := c.releaseStale(disk, holder); err != nil {
 				c.log.Warn("the hold of a backup cannot be released", "disk", d.UID, "holder", holder, "err", err)
 			}
 		}
 	}
 	return nil
+}
+
+// releaseStale releases a hold unless a work for its holder began since the look: such a work has the hold, or takes it
+// afterwards. Without the hold, a merge could change the layers below a backup.
+func (c collector) releaseStale(disk block.SnapshotDisk, holder string) error {
+	c.holding.Lock()
+	defer c.holding.Unlock()
+	if c.works.hasHolder(holder) {
+		return nil
+	}
+	return disk.ReleaseSnapshot(holder)
 }
 
 // staleHolds are the holds on a disk that neither an unfinished Backup nor a work needs.

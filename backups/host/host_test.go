@@ -1,15 +1,24 @@
 package host
 
 import (
+	"context"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
+	"strings"
 	"testing"
+	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/mover"
+	"drover.io/drover/block"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
@@ -56,6 +65,7 @@ func TestBaseCandidates(t *testing.T) {
 		backup("unfinished", "2026-01-04T00:00:00Z", func(b *api.Backup) { b.Status.State = api.BackupInProgress }),
 		backup("foreign", "2026-01-04T00:00:00Z", func(b *api.Backup) { b.Status.VolumeUID = "w" }),
 		backup("elsewhere", "2026-01-04T00:00:00Z", func(b *api.Backup) { b.Spec.BackupTargetName = "u" }),
+		backup("found", "2026-01-04T00:00:00Z", func(b *api.Backup) { b.Spec.SnapshotID = "ab" }),
 		backup("imported", "2026-01-04T00:00:00Z", func(b *api.Backup) { b.Status.SnapshotUID = "" }),
 	}
 	var names []string
@@ -133,5 +143,101 @@ func TestFailuresForGood(t *testing.T) {
 		if isPermanent(api.Errorf(kind, "x")) != permanent {
 			t.Errorf("%v: permanent is %v", kind, !permanent)
 		}
+	}
+}
+
+// noSettings is an API server without objects.
+type noSettings struct{ client.Client }
+
+func (noSettings) Get(context.Context, client.ObjectKey, client.Object, ...client.GetOption) error {
+	return apierrors.NewNotFound(schema.GroupResource{}, "")
+}
+
+// TestBackupWithoutAPlaceLooksAgain: a place that another backup takes and gives back without a work, after a lost race,
+// has no event.
+func TestBackupWithoutAPlaceLooksAgain(t *testing.T) {
+	m := &maker{Client: noSettings{}, node: "n", opts: Options{}.withDefaults(), log: slog.New(slog.DiscardHandler)}
+	for { // all places
+		if _, ok := m.places.TryAcquire(struct{}{}, m.placeCount(t.Context())); !ok {
+			break
+		}
+	}
+	b := &api.Backup{Spec: api.BackupSpec{Source: &api.ExportFact{Node: "n"}},
+		Status: api.BackupStatus{State: api.BackupInProgress}}
+	result, err := m.beginAttempt(t.Context(), b)
+	if err != nil || result.RequeueAfter <= 0 {
+		t.Errorf("%+v, %v", result, err)
+	}
+}
+
+// liveBackup is an API server with a single Backup; nil: with none.
+type liveBackup struct {
+	client.Reader
+	backup *api.Backup
+}
+
+func (l liveBackup) Get(_ context.Context, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
+	if l.backup == nil {
+		return apierrors.NewNotFound(schema.GroupResource{Resource: "backups"}, key.Name)
+	}
+	l.backup.DeepCopyInto(o.(*api.Backup))
+	return nil
+}
+
+// TestOnlyTheSourceCommits: right before the commit, a node that was cut off from the API server learns that the Backup
+// is deleted, complete or made by another node.
+func TestOnlyTheSourceCommits(t *testing.T) {
+	source := api.ExportFact{Node: "me", Replica: "r"}
+	b := &api.Backup{ObjectMeta: apitest.Named("b"), Spec: api.BackupSpec{Source: &source}}
+	b.UID = "1"
+	w := &work{object: b.UID, source: source}
+	for name, c := range map[string]struct {
+		change func(b *api.Backup)
+		ok     bool
+	}{
+		"unchanged":        {func(*api.Backup) {}, true},
+		"another node":     {func(b *api.Backup) { b.Spec.Source.Node = "other" }, false},
+		"another replica":  {func(b *api.Backup) { b.Spec.Source.Replica = "s" }, false},
+		"no node":          {func(b *api.Backup) { b.Spec.Source = nil }, false},
+		"completed":        {func(b *api.Backup) { b.Status.SnapshotID = strings.Repeat("a", 64) }, false},
+		"deleted":          {func(b *api.Backup) { b.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, false},
+		"of the same name": {func(b *api.Backup) { b.UID = "2" }, false},
+	} {
+		now := b.DeepCopy()
+		c.change(now)
+		a := &attempt{maker: &maker{node: "me", live: liveBackup{backup: now}}, b: b}
+		if err := a.confirmSource(t.Context(), w); (err == nil) != c.ok {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	a := &attempt{maker: &maker{node: "me", live: liveBackup{}}, b: b}
+	if err := a.confirmSource(t.Context(), w); !api.Is(err, api.NotFound) {
+		t.Errorf("gone: %v", err)
+	}
+}
+
+// releasedDisk counts the releases of holds.
+type releasedDisk struct {
+	block.SnapshotDisk
+	released []string
+}
+
+func (d *releasedDisk) ReleaseSnapshot(holder string) error {
+	d.released = append(d.released, holder)
+	return nil
+}
+
+// TestCollectorKeepsTheHoldOfANewWork: a work that began after the collector's look at the Backups keeps its hold.
+func TestCollectorKeepsTheHoldOfANewWork(t *testing.T) {
+	c := collector{&maker{works: newWorkSet()}}
+	c.works.byBackup["b"] = &work{backup: "b", object: "1"}
+	disk := &releasedDisk{}
+	for _, holder := range []string{"1", "2"} {
+		if err := c.releaseStale(disk, holder); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if !slices.Equal(disk.released, []string{"2"}) {
+		t.Errorf("released: %q", disk.released)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"log/slog"
 	"slices"
+	"sync"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -34,6 +35,9 @@ type maker struct {
 	log          *slog.Logger
 	works        *workSet
 	places       semaphore.Set[struct{}]
+
+	// holding is held by the collector while it releases a hold, and for reading by a work that takes its hold.
+	holding sync.RWMutex
 }
 
 // isMine reports whether the node makes the Backup.
@@ -119,13 +123,15 @@ func (m *maker) beginAttempt(ctx context.Context, b *api.Backup) (ctrl.Result, e
 	count := m.placeCount(ctx)
 	release, free := m.places.TryAcquire(struct{}{}, count)
 	if !free {
+		// The end of a work wakes the reconciler. A place may also become free without a work, by a lost race.
+		wait := ctrl.Result{RequeueAfter: m.opts.RetryMax}
 		if st.State == api.BackupInProgress { // of a former process; the state tells the next attempt to look
-			return ctrl.Result{}, nil
+			return wait, nil
 		}
 		st.State, st.OwnerID = api.BackupPending, m.node
 		st.Message = "waits until node " + m.node + " has made another backup"
 		_, err := m.putStatus(ctx, b, old)
-		return ctrl.Result{}, err // the end of a work wakes the reconciler
+		return wait, err
 	}
 	again := isBegun(b)
 	st.State, st.Message, st.OwnerID, st.NextTry = api.BackupInProgress, "", m.node, nil

@@ -2,9 +2,6 @@ package host
 
 import (
 	"context"
-	"sync"
-
-	"golang.org/x/sync/errgroup"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -14,43 +11,12 @@ import (
 	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/tags"
 )
-
-// readAtOnce is how many snapshots of a repository are read at once.
-const readAtOnce = 8
-
-// ownSnapshots finds the snapshots of a Backup object in the repository.
-func ownSnapshots(ctx context.Context, r *repo.Repository, b *api.Backup) (found []repo.Snapshot, err error) {
-	files, err := r.ListSnapshots(ctx)
-	if err != nil {
-		return nil, err
-	}
-	var mu sync.Mutex
-	group, ctx := errgroup.WithContext(ctx)
-	group.SetLimit(readAtOnce)
-	for _, f := range files {
-		group.Go(func() error {
-			s, err := r.LoadSnapshot(ctx, f)
-			switch {
-			case repo.IsDamage(err): // deleted meanwhile, or the concern of verification
-				return nil
-			case err != nil:
-				return err
-			}
-			if facts, ok := targets.ParseTags(s.Tags); ok && facts.Object == api.UID(b.UID) {
-				mu.Lock()
-				defer mu.Unlock()
-				found = append(found, s)
-			}
-			return nil
-		})
-	}
-	return found, group.Wait()
-}
 
 // adoptSnapshot finds a complete snapshot of the Backup object, and deletes other snapshots of the object.
 func adoptSnapshot(ctx context.Context, r *repo.Repository, b *api.Backup, made *completed) (found bool, err error) {
-	list, err := ownSnapshots(ctx, r, b)
+	list, err := targets.SnapshotsOf(ctx, r, api.UID(b.UID))
 	if err != nil {
 		return false, err
 	}
@@ -63,7 +29,7 @@ func adoptSnapshot(ctx context.Context, r *repo.Repository, b *api.Backup, made 
 			if complete {
 				found, made.adopted = true, true
 				made.snapshot = s.ID
-				made.facts, _ = targets.ParseTags(s.Tags)
+				made.facts, _ = tags.Parse(s.Tags)
 				continue
 			}
 		}
@@ -88,11 +54,8 @@ func (d *removal) run(ctx context.Context, w *work) error {
 			return err
 		}
 	}
-	disk, err := d.disks(w.source.Disk)
-	if err != nil {
-		return err
-	}
-	return disk.ReleaseSnapshot(string(d.b.UID))
+	d.releaseHold(w) // a disk that failed for good delays no deletion
+	return nil
 }
 
 func (d *removal) deleteSnapshots(ctx context.Context) error {
@@ -103,7 +66,7 @@ func (d *removal) deleteSnapshots(ctx context.Context) error {
 		return err
 	}
 	defer opened.Close()
-	list, err := ownSnapshots(ctx, opened.Repository, d.b)
+	list, err := targets.SnapshotsOf(ctx, opened.Repository, api.UID(d.b.UID))
 	if err != nil {
 		return err
 	}
@@ -118,10 +81,10 @@ func (d *removal) deleteSnapshots(ctx context.Context) error {
 // requestSweep asks the owner of the target to free the space of what the backup uploaded.
 func (d *removal) requestSweep(ctx context.Context, target *api.BackupTarget) error {
 	_, err := await.EditStatus(ctx, d.Client, target.Name, func(t *api.BackupTarget) (bool, error) {
-		if t.UID != target.UID || t.Status.SweepRequested != nil {
+		if t.UID != target.UID {
 			return false, nil
 		}
-		now := metav1.Now()
+		now := metav1.Now() // later than an earlier request, which a sweep that runs now may end
 		t.Status.SweepRequested = &now
 		return true, nil
 	})

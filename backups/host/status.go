@@ -6,9 +6,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"drover.io/drover/api"
-	"drover.io/drover/backups/host/targets"
-	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/tags"
 )
 
 // mostAttempts is how many attempts without progress fail before the backup has an Error.
@@ -17,7 +16,7 @@ const mostAttempts = 10
 // completed is a backup in the repository.
 type completed struct {
 	snapshot blob.ID
-	facts    targets.Facts
+	facts    tags.Facts
 	target   string // URL
 	adopted  bool   // an earlier attempt made the backup
 }
@@ -25,7 +24,7 @@ type completed struct {
 // setCompleted is the status of a backup that the repository has.
 func setCompleted(b *api.Backup, w *work) {
 	c, now := &w.made, time.Now()
-	b.Status = c.facts.Status(c.target, repo.Snapshot{ID: c.snapshot, Time: now}, now)
+	b.Status = c.facts.Status(c.target, c.snapshot.String(), now, now)
 	if !c.adopted {
 		b.Status.BytesDone, b.Status.BytesTotal = w.progress.Bytes()
 	}

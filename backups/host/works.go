@@ -137,6 +137,18 @@ func (s *workSet) get(backup string) *work {
 	return s.byBackup[backup]
 }
 
+// hasHolder reports whether a work, running or ended, is for a Backup with the UID holder.
+func (s *workSet) hasHolder(holder string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, w := range s.byBackup {
+		if string(w.object) == holder {
+			return true
+		}
+	}
+	return false
+}
+
 // forget forgets an ended work.
 func (s *workSet) forget(w *work) {
 	s.mu.Lock()

@@ -22,8 +22,9 @@ const (
 type BackupOptions struct {
 	Description manifest.Description // Kind, Name and Object
 	Snapshot    repo.Snapshot        // Time, Hostname, Username, Tags and Program
-	// Tags, if set, returns the tags of the snapshot. The result has no Snapshot yet.
-	Tags func(Result) []string
+	// Tags, if set, returns the tags of the snapshot, right before the commit; its error ends the backup. The result has no
+	// Snapshot yet.
+	Tags func(context.Context, Result) ([]string, error)
 
 	// Base is the snapshot of an earlier backup of the same volume, which ended without an error. Changed are the chunks,
 	// in ascending order, that may differ from it. Without a base, Backup takes all chunks with data.
@@ -145,7 +146,9 @@ func attempt(ctx context.Context, r *repo.Repository, src Source, o BackupOption
 	result = Result{Full: base == nil, Read: u.read.Load(), WriterStats: w.Stats()}
 	s := o.Snapshot
 	if o.Tags != nil {
-		s.Tags = o.Tags(result)
+		if s.Tags, err = o.Tags(ctx, result); err != nil {
+			return result, err
+		}
 	}
 	s.Tree, s.Paths = &root, []string{manifest.Path(o.Description.Kind, o.Description.Name)}
 	if base != nil {

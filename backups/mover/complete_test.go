@@ -59,7 +59,9 @@ func TestTagsKnowTheResult(t *testing.T) {
 	src := newDisk(4 * chunkSize)
 	src.fill(1, 0, 1)
 	o := options("v")
-	o.Tags = func(result Result) []string { return []string{fmt.Sprint(result.StoredBytes, result.Full)} }
+	o.Tags = func(_ context.Context, result Result) ([]string, error) {
+		return []string{fmt.Sprint(result.StoredBytes, result.Full)}, nil
+	}
 	result := w.backup(src, o)
 	if tags := w.snapshot(result.Snapshot).Tags; len(tags) != 1 || tags[0] != fmt.Sprint(result.StoredBytes, true) ||
 		result.StoredBytes < 2*chunkSize {

@@ -103,12 +103,15 @@ func (r *snapshotReconciler) deleteSnapshot(ctx context.Context, s *api.Snapshot
 }
 
 // disposableSnapshots returns the snapshots of a volume that were taken for backups and that no backup needs. A backup
-// needs its snapshot until its end. The snapshot of the newest completed backup in each target is needed as the base of
+// needs its snapshot until its end, also one that was taken for another backup. The snapshot of the newest completed backup in each target is needed as the base of
 // the next backup, as long as the volume stays: the snapshots of a deleted volume would keep the volume's data for ever.
 func disposableSnapshots(volumeStays bool, backups []api.Backup, snapshots []api.Snapshot) (disposable []*api.Snapshot) {
-	unfinished := map[types.UID]bool{}
+	unfinished, named := map[types.UID]bool{}, map[string]bool{}
 	for i := range backups {
-		unfinished[backups[i].UID] = !backups[i].Ended()
+		b := &backups[i]
+		if unfinished[b.UID] = !b.Ended(); !b.Ended() {
+			named[b.Spec.SnapshotName] = true
+		}
 	}
 	var bases map[string]bool
 	if volumeStays {
@@ -116,7 +119,7 @@ func disposableSnapshots(volumeStays bool, backups []api.Backup, snapshots []api
 	}
 	for i := range snapshots {
 		s := &snapshots[i]
-		if of := s.OfBackup(); of != "" && s.DeletionTimestamp == nil && !unfinished[of] && !bases[s.Name] {
+		if of := s.OfBackup(); of != "" && s.DeletionTimestamp == nil && !unfinished[of] && !named[s.Name] && !bases[s.Name] {
 			disposable = append(disposable, s)
 		}
 	}

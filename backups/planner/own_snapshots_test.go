@@ -67,6 +67,8 @@ func TestSnapshotsStayWhileABackupNeedsThem(t *testing.T) {
 			all, "2"},
 		{"an unfinished one needs its own, the base stays", false,
 			[]api.Backup{backupNumber(1), backupNumber(2), backupNumber(3, running)}, all, "1"},
+		{"another one that has not ended names the snapshot", false, []api.Backup{backupNumber(1), backupNumber(2),
+			backupNumber(3), backupNumber(9, running, func(b *api.Backup) { b.Spec.SnapshotName = "backup-1" })}, all, "2"},
 		{"new", false, []api.Backup{backupNumber(1), backupNumber(2), backupNumber(3, running,
 			func(b *api.Backup) { b.Status.State = "" })}, all, "1"},
 		{"a failed one is no base", false, []api.Backup{backupNumber(1), backupNumber(2), backupNumber(3, failed)}, all, "1 3"},

@@ -40,6 +40,11 @@ func (r *backupReconciler) findSource(ctx context.Context, reader client.Reader,
 	if err != nil {
 		return nil, err
 	}
+	// The cache may have the snapshot already, and a member that was dropped for it still. Such a replica may have a
+	// snapshot of the same UID and of another instant, and its backup would be the base of the next ones.
+	if err := r.live.Get(ctx, client.ObjectKeyFromObject(v), v); err != nil {
+		return nil, err
+	}
 	replicas, nodes, err := r.listReplicas(ctx, v.Name)
 	if err != nil {
 		return nil, err

@@ -1,14 +1,17 @@
 package planner
 
 import (
+	"context"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/kubeapi/apitest"
 )
 
 // clusterOf is a cluster for tables of cases: nodes a, b and c with a disk each, named like the node, and a replica
@@ -188,5 +191,38 @@ func TestNodesThatMatterWakeBackups(t *testing.T) {
 		if got := nodeChanged(old, now); got != c.want {
 			t.Errorf("%s: %v", name, got)
 		}
+	}
+}
+
+// lateVolumes is a cache that does not know the last change of a volume.
+type lateVolumes struct {
+	client.Client
+	volume *api.Volume
+}
+
+func (c lateVolumes) Get(ctx context.Context, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+	if v, ok := o.(*api.Volume); ok {
+		c.volume.DeepCopyInto(v)
+		return nil
+	}
+	return c.Client.Get(ctx, key, o, opts...)
+}
+
+// TestDroppedMemberIsNoSource: a replica that is no member any more is no source, although the cache is late. Its
+// snapshot may be of another instant than the members'.
+func TestDroppedMemberIsNoSource(t *testing.T) {
+	w := newWorld(t)
+	w.addNodes("n1", "n2")
+	v := w.addVolume("v", "n1", "n2")
+	w.addTarget("t")
+	s := w.addSnapshot(v, "s")
+	late := v.DeepCopy()
+	apitest.EditStatus(w.Server, v, func(v *api.Volume) { v.Status.Members = []string{"v.n2"} })
+	b := w.addBackup("b", "v", s.Name)
+	w.awaitSource("b", "n2") // so that the cache has the objects
+	r := &backupReconciler{Client: lateVolumes{w.cached, late}, live: w.Client, log: w.Log, began: time.Now().Add(-time.Hour)}
+	source, err := r.findSource(w.Ctx, r.Client, b)
+	if err != nil || source.Node != "n2" {
+		t.Errorf("source %+v, %v", source, err)
 	}
 }

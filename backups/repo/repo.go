@@ -130,6 +130,23 @@ func Open(ctx context.Context, store target.Store, password string, o Options) (
 	return r, r.readConfig(content)
 }
 
+// CheckStore returns an error if the store no longer has the repository, of kind Unavailable if the store has none.
+func (r *Repository) CheckStore(ctx context.Context) error {
+	sealed, err := readFixed(ctx, r.store, configName)
+	switch {
+	case api.Is(err, api.NotFound):
+		return api.Errorf(api.Unavailable, "repository %.8s: the store has no config; mount or restore the folder or "+
+			"bucket: %w", r.ID(), err)
+	case err != nil:
+		return api.Errorf(api.KindOf(err), "repository %.8s: %w", r.ID(), err)
+	}
+	if _, err := r.key.Open(sealed); err != nil {
+		return api.Errorf(api.Corrupt, "repository %.8s: the store has a damaged config, or another repository; mount or "+
+			"restore the folder or bucket: %w", r.ID(), err)
+	}
+	return nil
+}
+
 func (r *Repository) readConfig(content []byte) error {
 	if err := json.Unmarshal(content, &r.config); err != nil {
 		return api.Errorf(api.Corrupt, "repository: the config is damaged: %w", err)

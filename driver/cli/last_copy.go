@@ -46,7 +46,8 @@ func lastCopies(ctx context.Context, c client.Client, d disk, dead string) error
 		if err != nil && !apierrors.IsNotFound(err) {
 			return explain(ctx, err)
 		}
-		fetched := img.Spec.SourceType == api.SourceDownload || img.Spec.SourceType == api.SourceRegistry
+		fetched := slices.Contains([]api.SourceType{api.SourceDownload, api.SourceRegistry, api.SourceRestore},
+			img.Spec.SourceType)
 		other := slices.ContainsFunc(copies.Items, func(o api.ImageCopy) bool {
 			return o.Spec.UUID == f.Spec.UUID && o.Spec.Disk != f.Spec.Disk && o.Status.State == api.ImageReady &&
 				ready[o.Spec.Disk]

@@ -115,7 +115,7 @@ func (f *targetFlags) makeTarget(ctx context.Context, c client.Client, name, add
 		ref = &api.SecretRef{Namespace: secretNamespace, Name: "backup-target-" + name}
 	}
 	t := &api.BackupTarget{Spec: api.BackupTargetSpec{BackupTargetURL: address, CredentialSecret: ref,
-		PollInterval: metav1.Duration{Duration: f.poll}, ReadOnly: f.readOnly}}
+		PollInterval: &metav1.Duration{Duration: f.poll}, ReadOnly: f.readOnly}}
 	t.Name = name
 	if values != nil {
 		// The API server checks the target before the Secret exists, so that a refused target leaves no Secret.
@@ -293,7 +293,7 @@ func describeTarget(w io.Writer, t *api.BackupTarget) {
 		secret = cmp.Or(ref.Namespace, secretNamespace) + "/" + ref.Name
 	}
 	searched := "only by `drover target sync`"
-	if d := t.Spec.PollInterval.Duration; d > 0 {
+	if d := t.Spec.Poll(); d > 0 {
 		searched = "every " + duration.HumanDuration(d)
 	}
 	if last := ageOf(s.LastSyncedAt); last != "" {

@@ -75,7 +75,7 @@ func TestTargetCreateWaitsUntilTheTargetIsAvailable(t *testing.T) {
 	remarks.await(t, ctx, "has the published password")
 	var b api.BackupTarget
 	if err := store.Get(ctx, client.ObjectKey{Name: "default"}, &b); err != nil ||
-		b.Spec.BackupTargetURL != "file:///srv/backups" || b.Spec.PollInterval.Duration != api.DefaultPollInterval ||
+		b.Spec.BackupTargetURL != "file:///srv/backups" || b.Spec.Poll() != api.DefaultPollInterval ||
 		b.Spec.CredentialSecret != nil || b.Spec.ReadOnly {
 		t.Errorf("%v, %+v", err, b.Spec)
 	}

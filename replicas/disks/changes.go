@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -14,5 +15,6 @@ func (r *Registry) Changes(_ context.Context, of *api.Replica, base, target api.
 	if err != nil {
 		return nil, err
 	}
-	return disk.Changes(string(of.Spec.UID), string(base), string(target))
+	return disk.Changes(string(of.Spec.UID), block.SnapshotCut{UID: string(base)},
+		block.SnapshotCut{UID: string(target)})
 }

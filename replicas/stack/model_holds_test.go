@@ -14,6 +14,7 @@ import (
 // mhold is the model of a held snapshot.
 type mhold struct {
 	uid       string
+	cut       block.SnapshotCut
 	layers    []string
 	size      int64
 	img       image
@@ -26,9 +27,9 @@ func (w *model) hold(d deed) error {
 	if s == nil || len(w.holds) >= 3 {
 		return nil
 	}
-	h := &mhold{uid: string(api.NewUID()), size: s.size, img: s.img, open: true}
+	h := &mhold{uid: string(api.NewUID()), cut: block.SnapshotCut{UID: s.uid}, size: s.size, img: s.img, open: true}
 	w.holds = append(w.holds, h)
-	layers, size, err := w.d.HoldSnapshot(context.Background(), h.uid, "b", v.uid, s.uid)
+	layers, size, err := w.d.HoldSnapshot(context.Background(), h.uid, "b", v.uid, h.cut)
 	if api.Is(err, api.Busy) && !w.p.fs.Killed() {
 		w.holds = w.holds[:len(w.holds)-1]
 		return nil
@@ -78,7 +79,7 @@ func (w *model) recountHolds() error {
 		_, is := held[h.uid]
 		switch {
 		case is && h.open: // the pin answers, even without the replica
-			if h.layers, _, err = w.d.HoldSnapshot(context.Background(), h.uid, "b", h.uid, h.uid); err != nil {
+			if h.layers, _, err = w.d.HoldSnapshot(context.Background(), h.uid, "b", h.uid, h.cut); err != nil {
 				return err
 			}
 		case !is && !h.open && !h.releasing:

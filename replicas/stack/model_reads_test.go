@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 )
 
 func (w *model) unimage(d deed) error {
@@ -58,7 +59,7 @@ func (w *model) delta(d deed) error {
 	if d.C%3 > 0 {
 		_, base = w.snap(d.A, d.C)
 	}
-	x, err := w.d.Changes(v.uid, base.uid, s.uid)
+	x, err := w.d.Changes(v.uid, block.SnapshotCut{UID: base.uid}, block.SnapshotCut{UID: s.uid})
 	if api.Is(err, api.Busy) {
 		return nil
 	}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
@@ -27,17 +28,19 @@ const (
 
 // Pin is pins/<uid>/pin.json.
 type Pin struct {
-	UID     string    `json:"uid"`              // of the reader, for example a replica
-	For     string    `json:"for"`              // the name of its volume, for people
-	Disk    string    `json:"disk"`             // that it is on
-	Layers  []string  `json:"layers"`           // bottom first
-	Image   bool      `json:"image,omitempty"`  // the uid belongs to an image in the making
-	Backup  bool      `json:"backup,omitempty"` // the uid belongs to a backup in the making
-	Created time.Time `json:"created"`
+	UID      string    `json:"uid"`              // of the reader, for example a replica
+	For      string    `json:"for"`              // the name of its volume, for people
+	Disk     string    `json:"disk"`             // that it is on
+	Layers   []string  `json:"layers"`           // bottom first
+	Image    bool      `json:"image,omitempty"`  // the uid belongs to an image in the making
+	Backup   bool      `json:"backup,omitempty"` // the uid belongs to a backup in the making
+	Created  time.Time `json:"created"`
+	Snapshot string    `json:"snapshot,omitempty"` // of a backup
+	Cut      time.Time `json:"cut,omitzero"`       // the instant of the snapshot
 }
 
-// Pin pins the layers of a snapshot of a replica on this disk; an empty snapshot: all layers of the replica. Pin
-// returns an existing pin of that uid unchanged.
+// Pin pins the layers of a snapshot, of the instant p.Cut if set, of a replica on this disk; an empty snapshot: all
+// layers of the replica. Pin returns an existing pin of that uid unchanged.
 func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin, err error) {
 	defer func() {
 		if err != nil {
@@ -63,7 +66,7 @@ func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin,
 		return p, err
 	}
 	if p.Layers = m.AllLayers(); snapshot != "" {
-		i := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == snapshot })
+		i := m.findCut(block.SnapshotCut{UID: snapshot, Created: p.Cut})
 		if i < 0 {
 			return p, api.Errorf(api.NotFound, "snapshot %s does not exist", snapshot)
 		}

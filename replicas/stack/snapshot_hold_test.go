@@ -7,11 +7,15 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
 )
+
+// anyCut is a snapshot whose cut is not repeated.
+func anyCut(uid string) block.SnapshotCut { return block.SnapshotCut{UID: uid} }
 
 // TestHoldKeepsTheSnapshot: the layers of a held snapshot outlive the snapshot, merges, a restart of the process, the
 // replica and garbage collections, have digests if asked, and are removed with the end of the hold.
@@ -22,7 +26,7 @@ func TestHoldKeepsTheSnapshot(t *testing.T) {
 	snaps := c.scribble(4)
 	holder := string(api.NewUID())
 	want := c.snaps[snaps[1]]
-	layers, size, err := c.d.HoldSnapshot(ctx, holder, "b1", c.uid, snaps[1])
+	layers, size, err := c.d.HoldSnapshot(ctx, holder, "b1", c.uid, anyCut(snaps[1]))
 	if err != nil || size != int64(len(want)) || len(layers) != 2 {
 		t.Fatalf("held %v, %d bytes, %v", layers, size, err)
 	}
@@ -31,7 +35,7 @@ func TestHoldKeepsTheSnapshot(t *testing.T) {
 		if err := c.d.Collect(ctx, 0); err != nil {
 			t.Fatal(err)
 		}
-		again, n, err := c.d.HoldSnapshot(ctx, holder, "b1", c.uid, snaps[1])
+		again, n, err := c.d.HoldSnapshot(ctx, holder, "b1", c.uid, anyCut(snaps[1]))
 		if err != nil || n != size || !slices.Equal(again, layers) {
 			t.Fatalf("held %v, %d bytes, %v, before %v, %d bytes", again, n, err, layers, size)
 		}
@@ -100,11 +104,11 @@ func TestHoldersAreBackupsAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, two := range [][2]string{{c.uid, string(api.NewUID())}, {string(api.NewUID()), snap}} {
-		if _, _, err := c.d.HoldSnapshot(ctx, string(api.NewUID()), "b", two[0], two[1]); !api.Is(err, api.NotFound) {
+		if _, _, err := c.d.HoldSnapshot(ctx, string(api.NewUID()), "b", two[0], anyCut(two[1])); !api.Is(err, api.NotFound) {
 			t.Errorf("a snapshot that does not exist: %v", err)
 		}
 	}
-	if _, _, err := c.d.HoldSnapshot(ctx, "../x", "b", c.uid, snap); !api.Is(err, api.Invalid) {
+	if _, _, err := c.d.HoldSnapshot(ctx, "../x", "b", c.uid, anyCut(snap)); !api.Is(err, api.Invalid) {
 		t.Errorf("a holder that is no UID: %v", err)
 	}
 	if list, err := c.d.HeldSnapshots(); err != nil || len(list) > 0 {
@@ -115,13 +119,56 @@ func TestHoldersAreBackupsAlone(t *testing.T) {
 	}
 }
 
+// TestHoldFollowsTheSnapshot: a holder who asks for another snapshot holds that one alone. The other try of a snapshot,
+// of another instant, is neither held nor compared.
+func TestHoldFollowsTheSnapshot(t *testing.T) {
+	t.Parallel()
+	c, ctx := newChained(t), t.Context()
+	snaps := c.scribble(3)
+	cuts := map[string]block.SnapshotCut{}
+	m, err := c.d.Stack(c.uid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, s := range m.Snapshots {
+		m.Snapshots[i].Created = time.Date(2026, 1, 2, 3, 4, i, i, time.UTC)
+		cuts[s.UID] = block.SnapshotCut{UID: s.UID, Created: m.Snapshots[i].Created}
+	}
+	if err := c.d.writeStack(c.d.Join(replicaDir, c.uid), m); err != nil {
+		t.Fatal(err)
+	}
+	holder := string(api.NewUID())
+	for _, uid := range []string{snaps[0], snaps[2], snaps[1]} {
+		want := slices.Index(snaps, uid) + 1
+		if layers, _, err := c.d.HoldSnapshot(ctx, holder, "b", c.uid, cuts[uid]); err != nil || len(layers) != want {
+			t.Errorf("%d layers are held, %v, want %d", len(layers), err, want)
+		}
+	}
+	other := cuts[snaps[0]]
+	other.Created = other.Created.Add(1)
+	if _, _, err := c.d.HoldSnapshot(ctx, holder, "b", c.uid, other); !api.Is(err, api.NotFound) {
+		t.Errorf("the other try is held: %v", err)
+	}
+	if held, err := c.d.HeldSnapshots(); err != nil || len(held) > 0 {
+		t.Errorf("held %v, %v", held, err)
+	}
+	if _, err := c.d.ChangedChunks(ctx, c.uid, cuts[snaps[0]], cuts[snaps[1]]); err != nil {
+		t.Error(err)
+	}
+	for _, two := range [][2]block.SnapshotCut{{other, cuts[snaps[1]]}, {cuts[snaps[1]], other}} {
+		if _, err := c.d.ChangedChunks(ctx, c.uid, two[0], two[1]); !api.Is(err, api.NotFound) {
+			t.Errorf("the other try is compared: %v", err)
+		}
+	}
+}
+
 // TestHoldWaitsForLayers: the snapshot of a replica that reads layers from another disk is not held before the copies
 // are finished.
 func TestHoldWaitsForLayers(t *testing.T) {
 	t.Parallel()
 	c, ctx := newChained(t), t.Context()
 	snap := c.scribble(1)[0]
-	layers, size, err := c.d.HoldSnapshot(ctx, string(api.NewUID()), "b", c.uid, snap)
+	layers, size, err := c.d.HoldSnapshot(ctx, string(api.NewUID()), "b", c.uid, anyCut(snap))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -133,13 +180,13 @@ func TestHoldWaitsForLayers(t *testing.T) {
 	}
 	own := clone.scribble(1)[0]
 	holder := string(api.NewUID())
-	if _, _, err := clone.d.HoldSnapshot(ctx, holder, "b", clone.uid, own); !api.Is(err, api.Busy) {
+	if _, _, err := clone.d.HoldSnapshot(ctx, holder, "b", clone.uid, anyCut(own)); !api.Is(err, api.Busy) {
 		t.Fatalf("held before the copy: %v", err)
 	}
 	if err := clone.d.CopyLayer(ctx, c.d, layers[0], CopyOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	if got, _, err := clone.d.HoldSnapshot(ctx, holder, "b", clone.uid, own); err != nil || len(got) != 2 {
+	if got, _, err := clone.d.HoldSnapshot(ctx, holder, "b", clone.uid, anyCut(own)); err != nil || len(got) != 2 {
 		t.Fatalf("held after the copy: %v, %v", got, err)
 	}
 }
@@ -189,7 +236,7 @@ func (c *chained) compareChanges() {
 	c.t.Helper()
 	for from, before := range c.snaps {
 		for to, now := range c.snaps {
-			list, err := c.d.ChangedChunks(context.Background(), c.uid, from, to)
+			list, err := c.d.ChangedChunks(context.Background(), c.uid, anyCut(from), anyCut(to))
 			if err != nil {
 				c.t.Fatal(err)
 			}
@@ -280,19 +327,21 @@ func TestChangedChunksAreFew(t *testing.T) {
 		base, target string
 		want         []int64
 	}{{base, same, nil}, {base, target, []int64{1, 2, 4, 7}}, {target, base, []int64{1, 2, 4, 7}}} {
-		if list, err := c.d.ChangedChunks(ctx, c.uid, w.base, w.target); err != nil || !slices.Equal(list, w.want) {
+		list, err := c.d.ChangedChunks(ctx, c.uid, anyCut(w.base), anyCut(w.target))
+		if err != nil || !slices.Equal(list, w.want) {
 			t.Errorf("changed %v, %v, want %v", list, err, w.want)
 		}
 	}
 	none := string(api.NewUID())
 	for _, three := range [][3]string{{none, base, target}, {c.uid, none, target}, {c.uid, base, none}} {
-		if _, err := c.d.ChangedChunks(ctx, three[0], three[1], three[2]); !api.Is(err, api.NotFound) {
+		_, err := c.d.ChangedChunks(ctx, three[0], anyCut(three[1]), anyCut(three[2]))
+		if !api.Is(err, api.NotFound) {
 			t.Errorf("what does not exist: %v", err)
 		}
 	}
 	ended, cancel := context.WithCancel(ctx)
 	cancel()
-	if _, err := c.d.ChangedChunks(ended, c.uid, base, target); err == nil {
+	if _, err := c.d.ChangedChunks(ended, c.uid, anyCut(base), anyCut(target)); err == nil {
 		t.Error("a comparison does not end with its context")
 	}
 }

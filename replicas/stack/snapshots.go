@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
@@ -19,6 +20,12 @@ import (
 
 // Same reports whether o is the same cut: a snapshot may have several tries, each with its own instant.
 func (s Snapshot) Same(o Snapshot) bool { return s.UID == o.UID && s.Created.Equal(o.Created) }
+
+// findCut returns the index of a snapshot, or -1. A zero instant stands for every instant.
+func (m Meta) findCut(c block.SnapshotCut) int {
+	is := func(s Snapshot) bool { return s.UID == c.UID && (c.Created.IsZero() || s.Created.Equal(c.Created)) }
+	return slices.IndexFunc(m.Snapshots, is)
+}
 
 // Chain returns the layers of a snapshot of the given layer, bottom first.
 func (m Meta) Chain(layer string) ([]string, error) {

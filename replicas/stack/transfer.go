@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -64,21 +63,21 @@ func OpenLayers(disks []*Disk, layers []string, size int64) (block.Source, error
 }
 
 // Changes lists the blocks that differ between two snapshots of a replica; without a base, the blocks of the target.
-func (d *Disk) Changes(replica, base, target string) (*Delta, error) {
+func (d *Disk) Changes(replica string, base, target block.SnapshotCut) (*Delta, error) {
 	for tries := 0; ; tries++ {
 		m, err := d.Stack(replica)
 		if err != nil {
 			return nil, err
 		}
-		chain := func(uid string) ([]string, error) {
-			k := slices.IndexFunc(m.Snapshots, func(s Snapshot) bool { return s.UID == uid })
+		chain := func(c block.SnapshotCut) ([]string, error) {
+			k := m.findCut(c)
 			if k < 0 {
-				return nil, api.Errorf(api.NotFound, "replica %s has no snapshot %s", replica, uid)
+				return nil, api.Errorf(api.NotFound, "replica %s has no snapshot %s", replica, c.UID)
 			}
 			return m.Chain(m.Snapshots[k].Layer)
 		}
 		var from []string
-		if base != "" {
+		if base.UID != "" {
 			if from, err = chain(base); err != nil {
 				return nil, err
 			}

@@ -11,31 +11,36 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"drover.io/drover/api"
-	"drover.io/drover/backups/repo/blob"
 )
 
 // deletionBatch is how many snapshots a job deletes at most.
 const deletionBatch = 1000
 
-func (d *deletionResult) has(id blob.ID) bool { return slices.Contains(d.ids, id) }
+// has reports whether the job deleted all that the store had of a Backup.
+func (d *deletionResult) has(b *api.Backup) bool {
+	if id, ok := snapshotOf(b); ok {
+		return slices.Contains(d.ids, id)
+	}
+	return slices.Contains(d.objects, api.UID(b.UID))
+}
 
 // isToDelete reports whether the store has, or may have, a trace of a Backup that a user deleted.
 func isToDelete(b *api.Backup) bool {
 	return b.DeletionTimestamp != nil && b.Ended() && controllerutil.ContainsFinalizer(b, api.Finalizer)
 }
 
-// addTraceless adds the deleted Backups without a snapshot, and drops Backups that exist no more. A Backup that failed
-// may have left packs, for the next sweep.
-func (rec *targetRecord) addTraceless(backups []*api.Backup) {
+// addTraceless adds the deleted Backups of which the store cannot have a trace: no node began them, or the target never
+// had a repository. It drops Backups that exist no more.
+func (rec *targetRecord) addTraceless(t *api.BackupTarget, backups []*api.Backup) {
 	exists := map[types.UID]bool{}
 	for _, b := range backups {
 		exists[b.UID] = true
 		_, known := rec.deleted[b.UID]
-		if _, has := snapshotOf(b); known || has || !isToDelete(b) {
+		_, has := snapshotOf(b)
+		if known || has || !isToDelete(b) || b.Spec.Source != nil && t.Status.RepositoryID != "" {
 			continue
 		}
 		rec.deleted[b.UID] = false
-		rec.wantsSweep = rec.wantsSweep || b.Spec.Source != nil
 	}
 	for uid := range rec.deleted {
 		if !exists[uid] {
@@ -50,8 +55,7 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 	backups []*api.Backup, now time.Time) (next time.Time, err error) {
 	var waiting []*api.Backup
 	for _, b := range backups {
-		_, has := snapshotOf(b)
-		if _, deleted := rec.deleted[b.UID]; has && !deleted && isToDelete(b) {
+		if _, deleted := rec.deleted[b.UID]; !deleted && isToDelete(b) {
 			waiting = append(waiting, b)
 		}
 	}
@@ -66,14 +70,18 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 		next = rec.deleteAgain
 		message = fmt.Sprintf("backup target %s: %s", t.Name, rec.deleteMessage)
 	default:
-		var ids []blob.ID
+		var wish deletionResult
 		for _, b := range waiting[:min(len(waiting), deletionBatch)] {
-			id, _ := snapshotOf(b)
-			ids = append(ids, id)
+			if id, has := snapshotOf(b); has {
+				wish.ids = append(wish.ids, id)
+			} else { // a failed attempt may have left a snapshot that its status does not name
+				wish.objects = append(wish.objects, api.UID(b.UID))
+			}
 		}
 		target := t.DeepCopy()
 		rec.deletion = startJob(ctx, r.jobs, t.Name, "deletion", func(ctx context.Context) deletionResult {
-			return r.repositories.deleteSnapshots(ctx, target, ids)
+			wish.err = r.repositories.deleteSnapshots(ctx, target, wish.ids, wish.objects)
+			return wish
 		})
 		return time.Time{}, nil
 	}

@@ -11,7 +11,7 @@
 //   - A Backup that the store lacks loses its finalizer before its deletion: no node takes the deletion for the wish of
 //     a user, which would delete the snapshot in the store.
 //
-// Everything that a store returns is hostile: Facts bounds tags, and package repo bounds the rest.
+// Everything that a store returns is hostile: package tags bounds the tags, and package repo bounds the rest.
 //
 // Goroutines: the reconcilers are the manager's. A store may hang, so all work with stores runs in goroutines of the
 // jobSet, a Runnable of the manager that waits for all of them: at most one visit, one deletion and one sweep for each

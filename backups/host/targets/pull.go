@@ -4,6 +4,7 @@ import (
 	"context"
 	"maps"
 	"slices"
+	"strings"
 
 	"golang.org/x/sync/errgroup"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -13,6 +14,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/tags"
 )
 
 // parallelLoads is how many snapshots a visit reads at once: the reads of small objects mostly wait for the store.
@@ -21,15 +23,17 @@ const parallelLoads = 8
 // foundBackup is a snapshot that is a backup of Drover.
 type foundBackup struct {
 	snapshot repo.Snapshot
-	facts    Facts
+	facts    tags.Facts
 }
 
 // pull gives each backup of Drover in the store a Backup with a status. known are the Backups by snapshot.
 func (v *visit) pull(ctx context.Context, r *repo.Repository, files []repo.SnapshotFile, known map[blob.ID]*api.Backup,
 	result *visitResult) error {
 	var unknown []repo.SnapshotFile
+	foreign := map[blob.ID]struct{}{} // without those that the store deleted
 	for _, f := range files {
-		if _, foreign := v.memory.foreign[f.ID]; foreign {
+		if _, is := v.memory.foreign[f.ID]; is {
+			foreign[f.ID] = struct{}{}
 			continue
 		}
 		if b := known[f.ID]; b == nil || b.Status.State == api.BackupNew && b.DeletionTimestamp == nil {
@@ -38,14 +42,23 @@ func (v *visit) pull(ctx context.Context, r *repo.Repository, files []repo.Snaps
 		}
 		result.backups++
 	}
+	v.memory.foreign = foreign
 	found, err := v.loadFacts(ctx, r, unknown)
 	if err != nil {
 		return err
 	}
-	result.backups += len(found)
+	objects, err := v.objects(ctx)
+	if err != nil {
+		return err
+	}
 	for _, f := range found {
+		b := known[f.snapshot.ID]
+		if b == nil && objects[f.facts.Object] {
+			continue
+		}
+		result.backups++
 		var created bool
-		if b := known[f.snapshot.ID]; b != nil {
+		if b != nil {
 			err = v.describe(ctx, b.DeepCopy(), f)
 		} else {
 			created, err = v.pullBackup(ctx, f)
@@ -58,6 +71,20 @@ func (v *visit) pull(ctx context.Context, r *repo.Repository, files []repo.Snaps
 		}
 	}
 	return nil
+}
+
+// objects are the UIDs of the Backups. A snapshot of such a Backup which the Backup's status does not name is that of a
+// failed attempt, may lack blobs, and becomes no Backup: the deletion of the Backup deletes the snapshot.
+func (v *visit) objects(ctx context.Context) (map[api.UID]bool, error) {
+	list, err := backupsOf(ctx, v.repositories.live, v.target.Name)
+	if err != nil {
+		return nil, err
+	}
+	uids := map[api.UID]bool{}
+	for _, b := range list {
+		uids[api.UID(b.UID)] = true
+	}
+	return uids, nil
 }
 
 // loadFacts reads snapshots, and remembers those that are no backups of Drover. It skips damaged snapshots, and
@@ -77,7 +104,7 @@ func (v *visit) loadFacts(ctx context.Context, r *repo.Repository, files []repo.
 			if err != nil {
 				return err
 			}
-			facts, ours := ParseTags(s.Tags)
+			facts, ours := tags.Parse(s.Tags)
 			if foreign[i] = !ours; ours {
 				all[i] = &foundBackup{s, facts}
 			}
@@ -129,7 +156,8 @@ func (v *visit) pullBackup(ctx context.Context, f foundBackup) (created bool, er
 // pulledNames are the names that the Backup of a snapshot may have, in order of preference.
 func pulledNames(name string, id blob.ID) []string {
 	suffix := "-" + id.String()[:8]
-	return []string{name, name[:min(len(name), nameLimit-len(suffix))] + suffix}
+	// No name has a dot before the suffix.
+	return []string{name, strings.TrimRight(name[:min(len(name), tags.NameLimit-len(suffix))], ".") + suffix}
 }
 
 func (v *visit) newBackup(name string, f foundBackup) *api.Backup {
@@ -146,7 +174,9 @@ func (v *visit) describe(ctx context.Context, b *api.Backup, f foundBackup) erro
 	if b.Spec.SnapshotID == "" || b.Status.State != api.BackupNew {
 		return nil
 	}
-	b.Status = f.facts.Status(v.target.Spec.BackupTargetURL, f.snapshot, v.opts.Now())
+	b.Status = f.facts.Status(v.target.Spec.BackupTargetURL, f.snapshot.ID.String(), f.snapshot.Time, v.opts.Now())
+	// With the object's name: the name of the tag may be that of another Backup, which a restore would take instead.
+	b.Status.URL = api.BackupURL(v.target.Spec.BackupTargetURL, b.Name, f.facts.Volume)
 	err := v.Status().Update(ctx, b)
 	return ignoreRace(api.Explain(err, "backup %s: write the status", b.Name), err)
 }
@@ -166,7 +196,7 @@ func backupsOf(ctx context.Context, c client.Reader, target string) ([]*api.Back
 	return slices.Clip(of), nil
 }
 
-// snapshotOf returns the snapshot of the repository that a Backup names.
+// snapshotOf returns the snapshot of the repository that a Backup names: the Backup has ended.
 func snapshotOf(b *api.Backup) (blob.ID, bool) {
 	text := b.Spec.SnapshotID
 	if text == "" {

@@ -27,7 +27,7 @@ type Repositories struct {
 	log       *slog.Logger
 
 	mu      sync.Mutex
-	entries map[types.UID]*repositoryEntry
+	entries map[string]*repositoryEntry // by name of the target
 }
 
 // Opened is a repository in use. The user closes it.
@@ -41,7 +41,10 @@ type Opened struct {
 func (o *Opened) Close() { o.release() }
 
 // entryKey has all that a repository depends on.
-type entryKey struct{ url, secret, version, repository string }
+type entryKey struct {
+	uid                              types.UID
+	url, secret, version, repository string
+}
 
 // repositoryEntry is the shared repository of a target.
 type repositoryEntry struct {
@@ -73,9 +76,9 @@ func (r *Repositories) Open(ctx context.Context, name string) (*Opened, error) {
 	if err != nil {
 		return nil, openError(t, err)
 	}
-	e := r.use(t, entryKey{t.Spec.BackupTargetURL, secret.Namespace + "/" + secret.Name, secret.ResourceVersion,
+	e, failures := r.use(t, entryKey{t.UID, t.Spec.BackupTargetURL, secret.Namespace + "/" + secret.Name, secret.ResourceVersion,
 		t.Status.RepositoryID})
-	if err := r.openEntry(ctx, e, t, secret); err != nil {
+	if err := r.openEntry(ctx, e, failures, t, secret); err != nil {
 		r.release(e)
 		return nil, openError(t, err)
 	}
@@ -94,33 +97,35 @@ func openError(t *api.BackupTarget, err error) error {
 	return api.Errorf(kind, "backup target %s: %w", t.Name, err)
 }
 
-// use returns the entry of a target for one more user, and replaces an entry whose key changed.
-func (r *Repositories) use(t *api.BackupTarget, key entryKey) *repositoryEntry {
+// use returns the entry of a target for one more user, with the number of its failures so far, and replaces an entry
+// whose key changed.
+func (r *Repositories) use(t *api.BackupTarget, key entryKey) (e *repositoryEntry, failures int) {
 	r.mu.Lock()
-	e := r.entries[t.UID]
+	e = r.entries[t.Name]
 	var unused *connection
 	if e != nil && e.key != key {
-		unused = r.replace(t.UID)
+		unused = r.replace(t.Name)
 		e = nil
 	}
 	if e == nil {
 		e = &repositoryEntry{key: key, turn: make(chan struct{}, 1)}
-		r.entries[t.UID] = e
+		r.entries[t.Name] = e
 	}
 	e.users++
+	failures = e.failures
 	r.mu.Unlock()
 	r.closeConnection(unused)
-	return e
+	return e, failures
 }
 
 // replace takes the entry of a target away, and returns its connection for the caller to close unless the entry has
 // users. The caller holds mu.
-func (r *Repositories) replace(uid types.UID) (unused *connection) {
-	e := r.entries[uid]
+func (r *Repositories) replace(name string) (unused *connection) {
+	e := r.entries[name]
 	if e == nil {
 		return nil
 	}
-	delete(r.entries, uid)
+	delete(r.entries, name)
 	e.replaced = true
 	return e.unused()
 }
@@ -144,9 +149,9 @@ func (r *Repositories) release(e *repositoryEntry) {
 }
 
 // forget closes the repository of a target after its last use.
-func (r *Repositories) forget(uid types.UID) {
+func (r *Repositories) forget(name string) {
 	r.mu.Lock()
-	unused := r.replace(uid)
+	unused := r.replace(name)
 	r.mu.Unlock()
 	r.closeConnection(unused)
 }
@@ -160,13 +165,10 @@ func (r *Repositories) closeConnection(c *connection) {
 	}
 }
 
-// openEntry opens the repository of an entry, unless another caller did. A caller that waited for another caller shares
-// its failure; the next call tries again.
-func (r *Repositories) openEntry(ctx context.Context, e *repositoryEntry, t *api.BackupTarget,
+// openEntry opens the repository of an entry, unless another caller did. A caller that waited for another caller, whose
+// attempt is not among the failures seen before, shares its failure; the next call tries again.
+func (r *Repositories) openEntry(ctx context.Context, e *repositoryEntry, seen int, t *api.BackupTarget,
 	secret *corev1.Secret) error {
-	r.mu.Lock()
-	seen := e.failures
-	r.mu.Unlock()
 	select {
 	case e.turn <- struct{}{}:
 		defer func() { <-e.turn }()
@@ -177,8 +179,8 @@ func (r *Repositories) openEntry(ctx context.Context, e *repositoryEntry, t *api
 	failures, failure := e.failures, e.failure
 	r.mu.Unlock()
 	switch {
-	case e.repository != nil:
-		return nil
+	case e.repository != nil: // a mount may be gone, or the bucket made again: what is written there is lost
+		return storeFault(ctx, e.repository.CheckStore(ctx))
 	case failures > seen:
 		return failure
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"path/filepath"
+	"runtime"
 	"testing"
 
 	"golang.org/x/sync/errgroup"
@@ -98,6 +99,9 @@ func TestBrokenRepositoryIsTriedAgain(t *testing.T) {
 	group.Go(func() error { _, err := rs.Open(ctx, "default"); return err })
 	<-first
 	w.hooks.set(nil)
+	rs.mu.Lock()
+	entry := rs.entries["default"]
+	rs.mu.Unlock()
 	done := make(chan error, 1)
 	go func() {
 		o, err := rs.Open(w.Ctx, "default")
@@ -106,13 +110,18 @@ func TestBrokenRepositoryIsTriedAgain(t *testing.T) {
 		}
 		done <- err
 	}()
+	for waits := false; !waits; runtime.Gosched() { // for the first caller
+		rs.mu.Lock()
+		waits = entry.users == 2
+		rs.mu.Unlock()
+	}
 	cancel()
 	if err := group.Wait(); !api.Is(err, api.Unavailable) {
 		t.Errorf("the caller that went away: %v", err)
 	}
 	must(t, <-done)
 
-	rs.forget(w.awaitTarget("default", "known", func(*api.BackupTarget) bool { return true }).UID)
+	rs.forget("default")
 	for want, cause := range map[api.Kind]api.Kind{api.Denied: api.Denied, api.Unavailable: api.Unavailable} {
 		w.hooks.set(func(context.Context, string, string) error { return api.Errorf(cause, "refused") })
 		if _, err := rs.Open(w.Ctx, "default"); !api.Is(err, want) {
@@ -143,4 +152,60 @@ func TestIndexTablesOfDeletedTargetsAreRemoved(t *testing.T) {
 	}
 	rs.cache = filepath.Join(cache, "missing")
 	must(t, rs.removeCaches(w.Ctx))
+}
+
+// TestEveryNodeForgetsADeletedTarget: each node closes the store of a deleted target, not only the target's owner.
+func TestEveryNodeForgetsADeletedTarget(t *testing.T) {
+	w := newWorld(t, "node-1", "node-2")
+	s := newShelf(t, "x")
+	object := w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	for _, rs := range w.nodes {
+		o, err := rs.Open(w.Ctx, "default")
+		must(t, err)
+		o.Close()
+	}
+	if opens, closes := w.hooks.counts(); opens < closes+2 {
+		t.Errorf("%d stores opened, %d closed", opens, closes)
+	}
+	w.Delete(object)
+	for opens, closes := w.hooks.counts(); opens != closes; opens, closes = w.hooks.counts() {
+		if w.Ctx.Err() != nil {
+			t.Fatalf("%d stores opened, %d closed", opens, closes)
+		}
+		runtime.Gosched()
+	}
+}
+
+// TestLostRepositoryIsNotUsed: a repository that was open is refused while its store has no repository, such as the
+// folder below a mount that is gone. A backup there would be complete, and lost.
+func TestLostRepositoryIsNotUsed(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	rs := w.nodes["node-1"]
+	first, err := rs.Open(w.Ctx, "default")
+	must(t, err)
+	defer first.Close()
+	away := s.dir + "-away"
+	must(t, os.Rename(s.dir, away))
+	must(t, os.Mkdir(s.dir, 0o700))
+	if _, err := rs.Open(w.Ctx, "default"); !api.Is(err, api.Unavailable) {
+		t.Errorf("without a repository: %v", err)
+	}
+	other := newShelf(t, "x")
+	must(t, os.Remove(s.dir))
+	must(t, os.Rename(other.dir, s.dir))
+	if _, err := rs.Open(w.Ctx, "default"); !api.Is(err, api.Unavailable) {
+		t.Errorf("with another repository: %v", err)
+	}
+	must(t, os.RemoveAll(s.dir))
+	must(t, os.Rename(away, s.dir))
+	again, err := rs.Open(w.Ctx, "default")
+	must(t, err)
+	again.Close()
+	if again.Repository != first.Repository {
+		t.Error("the repository was opened twice")
+	}
 }

@@ -3,7 +3,6 @@ package targets
 import (
 	"context"
 
-	"k8s.io/apimachinery/pkg/types"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -30,7 +29,7 @@ func newReconciler(mgr ctrl.Manager, node string, o Options) *targetReconciler {
 	o = o.withDefaults()
 	return &targetReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, opts: o,
 		repositories: &Repositories{live: mgr.GetAPIReader(), node: node, cache: o.Cache, openStore: o.OpenStore, log: o.Log,
-			entries: map[types.UID]*repositoryEntry{}},
+			entries: map[string]*repositoryEntry{}},
 		jobs: newJobSet(), events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backup-targets"),
 		owner: ownerOf, records: map[string]*targetRecord{}}
 }

@@ -3,12 +3,16 @@ package targets
 import (
 	"context"
 	"errors"
+	"slices"
+	"sync"
 
+	"golang.org/x/sync/errgroup"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/tags"
 )
 
 // sweepResult is the outcome of a sweep.
@@ -51,7 +55,7 @@ func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, o Options
 			return err
 		}
 		for _, b := range backups {
-			if id, ok := snapshotOf(b); ok && b.Ended() && b.DeletionTimestamp == nil {
+			if id, ok := snapshotOf(b); ok && b.DeletionTimestamp == nil {
 				options.Known = append(options.Known, id)
 			}
 		}
@@ -68,17 +72,57 @@ func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, o Options
 	return result
 }
 
-// deletionResult is the outcome of a deletion.
+// deletionResult is the outcome of a deletion: of the snapshots ids, and of all snapshots of Backup objects.
 type deletionResult struct {
-	ids []blob.ID
-	err error
+	ids     []blob.ID
+	objects []api.UID
+	err     error
 }
 
-// deleteSnapshots deletes snapshots from the repository.
-func (r *Repositories) deleteSnapshots(ctx context.Context, t *api.BackupTarget, ids []blob.ID) deletionResult {
-	return deletionResult{ids, r.withRepository(ctx, t, func(opened *repo.Repository) error {
+// deleteSnapshots deletes snapshots from the repository: ids, and those whose tags name one of the Backup objects.
+func (r *Repositories) deleteSnapshots(ctx context.Context, t *api.BackupTarget, ids []blob.ID, objects []api.UID) error {
+	return r.withRepository(ctx, t, func(opened *repo.Repository) error {
+		left, err := SnapshotsOf(ctx, opened, objects...)
+		if err != nil {
+			return err
+		}
+		for i := range left {
+			ids = append(ids, left[i].ID)
+		}
 		return opened.DeleteSnapshots(ctx, ids...)
-	})}
+	})
+}
+
+// SnapshotsOf finds the snapshots whose tags name one of the Backup objects.
+func SnapshotsOf(ctx context.Context, r *repo.Repository, objects ...api.UID) (found []repo.Snapshot, err error) {
+	if len(objects) == 0 {
+		return nil, nil
+	}
+	files, err := r.ListSnapshots(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var mu sync.Mutex
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(parallelLoads)
+	for _, f := range files {
+		group.Go(func() error {
+			s, err := r.LoadSnapshot(ctx, f)
+			switch {
+			case repo.IsDamage(err): // deleted meanwhile, or the concern of verification
+				return nil
+			case err != nil:
+				return err
+			}
+			if facts, ok := tags.Parse(s.Tags); ok && slices.Contains(objects, facts.Object) {
+				mu.Lock()
+				defer mu.Unlock()
+				found = append(found, s)
+			}
+			return nil
+		})
+	}
+	return found, group.Wait()
 }
 
 // isPassing reports whether the cause of a failed sweep may pass without a person.

@@ -125,12 +125,11 @@ func (r *targetReconciler) forgetTarget(name string, deleted bool) {
 	delete(r.records, name)
 	r.mu.Unlock()
 	targetAvailable.DeleteLabelValues(name)
-	if rec == nil {
-		return
+	if rec != nil {
+		rec.stop()
 	}
-	rec.stop()
-	if deleted {
-		r.repositories.forget(rec.uid)
+	if deleted { // the work of a node that is not the owner opens repositories, too
+		r.repositories.forget(name)
 	}
 }
 
@@ -149,7 +148,7 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 	if swept {
 		rec.applySweep(t, now)
 	}
-	rec.addTraceless(backups)
+	rec.addTraceless(t, backups)
 	rec.requestSweep(t, now)
 	if !equality.Semantic.DeepEqual(*before, t.Status) {
 		if err := r.Status().Update(ctx, t); err != nil {

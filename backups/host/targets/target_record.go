@@ -48,7 +48,7 @@ func (rec *targetRecord) nextVisit(t *api.BackupTarget, retry time.Duration, now
 		return now
 	}
 	next := rec.missingAt
-	if poll := t.Spec.PollInterval.Duration; poll > 0 {
+	if poll := t.Spec.Poll(); poll > 0 {
 		next = earlier(next, rec.visited.Add(max(poll, time.Second)))
 	}
 	if !t.Status.Available {
@@ -143,10 +143,11 @@ func (rec *targetRecord) applyDeletion(backups []*api.Backup, retry time.Duratio
 	}
 	rec.deleteAgain, rec.deleteMessage = time.Time{}, ""
 	for _, b := range backups {
-		id, ok := snapshotOf(b)
-		if _, before := rec.deleted[b.UID]; ok && !before && b.DeletionTimestamp != nil && d.has(id) {
+		if _, before := rec.deleted[b.UID]; !before && b.DeletionTimestamp != nil && d.has(b) {
 			rec.deleted[b.UID] = false
-			rec.deletedCount++
+			if _, ok := snapshotOf(b); ok {
+				rec.deletedCount++
+			}
 			rec.wantsSweep = true
 		}
 	}

@@ -8,6 +8,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
@@ -132,7 +133,7 @@ func (v *visit) compareBackups(ctx context.Context, r *repo.Repository, result *
 			continue
 		}
 		known[id] = b
-		if _, ok := listed[id]; !ok && b.Ended() && b.DeletionTimestamp == nil {
+		if _, ok := listed[id]; !ok && b.DeletionTimestamp == nil {
 			missing[id] = b
 		}
 	}
@@ -187,7 +188,7 @@ func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]*api.Backup,
 // the Backup stays, and the next visit finds the Backup again.
 func (v *visit) deleteObject(ctx context.Context, cached *api.Backup) error {
 	b := cached.DeepCopy()
-	b.Finalizers = nil
+	controllerutil.RemoveFinalizer(b, api.Finalizer)
 	if err := v.Update(ctx, b); err != nil {
 		return ignoreRace(api.Explain(err, "backup %s: remove the finalizer", b.Name), err)
 	}

@@ -10,12 +10,14 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/tags"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
@@ -69,6 +71,12 @@ func TestRepositoryIsMadeAndFoundAgain(t *testing.T) {
 		len(b.Finalizers) != 1 || b.Spec.Labels["a=b%"] != "c=d,e" {
 		t.Errorf("a found Backup: %+v", b)
 	}
+	two.hooks.set(func(_ context.Context, operation, name string) error {
+		if operation == "get" && strings.HasPrefix(name, "snapshots/") {
+			t.Errorf("a second list reads %s again", name)
+		}
+		return nil
+	})
 	two.sync("far")
 	if again := two.backups(); len(again) != 200 || again["daily-7"].ResourceVersion != b.ResourceVersion {
 		t.Errorf("a second list changed Backups; %d exist", len(again))
@@ -102,7 +110,13 @@ func TestReasonsTellFaultsApart(t *testing.T) {
 		return nil
 	})
 	w.addTarget("denied", denied.url(), "x")
+	w.Create(&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: "keys", Namespace: "default"},
+		Data: map[string][]byte{api.SecretBackupPassword: []byte("x")}})
+	w.Create(&api.BackupTarget{ObjectMeta: apitest.Named("keys"), Spec: api.BackupTargetSpec{
+		BackupTargetURL:  "s3://backups@us-east-1/",
+		CredentialSecret: &api.SecretRef{Name: "keys", Namespace: "default"}}})
 
+	w.awaitReason("keys", api.ReasonBadSecret, api.SecretAccessKey)
 	w.awaitReason("password", api.ReasonWrongPassword, "correct BACKUP_PASSWORD")
 	w.awaitReason("root", api.ReasonUnreachable, "make the folder, or mount")
 	w.awaitReason("url", api.ReasonBadURL, "file:///PATH")
@@ -234,28 +248,34 @@ func TestLostBackupIsDeletedAfterTwoLists(t *testing.T) {
 }
 
 // TestNamesOfFoundBackups: a found backup gets another name if an object for another snapshot has its name, and waits
-// while a Backup of its name and target works. A damaged snapshot hides no other.
+// while a Backup of its name and target works. A Backup that a user made of a snapshot stands for the snapshot,
+// whatever its name. A damaged snapshot hides no other.
 func TestNamesOfFoundBackups(t *testing.T) {
 	w := newWorld(t, "node-1")
 	s := newShelf(t, "x")
 	ids := s.saveMany(100, factsOf("taken").Tags(), factsOf("working").Tags(), factsOf("mine").Tags(),
-		factsOf(strings.Repeat("l", nameLimit)).Tags(), factsOf("damaged").Tags())
+		factsOf(strings.Repeat("l", tags.NameLimit)).Tags(), factsOf("damaged").Tags(), factsOf("named").Tags())
 	must(t, os.WriteFile(filepath.Join(s.dir, "snapshots", ids[4].String()), []byte("garbage"), 0o600))
 	w.makeBackup("taken", "elsewhere", blob.Sum([]byte("another")))
-	w.makeBackup(strings.Repeat("l", nameLimit), "elsewhere", blob.Sum([]byte("a third")))
+	w.makeBackup(strings.Repeat("l", tags.NameLimit), "elsewhere", blob.Sum([]byte("a third")))
 	mine := w.makeBackup("mine", "default", ids[2])
 	working := &api.Backup{ObjectMeta: metav1.ObjectMeta{Name: "working"},
 		Spec: api.BackupSpec{BackupTargetName: "default", Volume: "vol"}}
-	w.Create(working)
+	chosen := &api.Backup{ObjectMeta: metav1.ObjectMeta{Name: "chosen"},
+		Spec: api.BackupSpec{BackupTargetName: "default", Volume: "vol", SnapshotID: ids[5].String()}}
+	w.Create(working, chosen)
 	w.addTarget("default", s.url(), "x")
 	w.awaitReason("default", api.ReasonAvailable, "")
 	all := w.backups()
-	other, long := all["taken-"+ids[0].String()[:8]], all[strings.Repeat("l", nameLimit-9)+"-"+ids[3].String()[:8]]
-	if len(all) != 6 || other == nil || other.Spec.SnapshotID != ids[0].String() || long == nil {
+	other, long := all["taken-"+ids[0].String()[:8]], all[strings.Repeat("l", tags.NameLimit-9)+"-"+ids[3].String()[:8]]
+	if len(all) != 7 || other == nil || other.Spec.SnapshotID != ids[0].String() || long == nil {
 		t.Errorf("%d Backups; %+v, %+v", len(all), other, long)
 	}
 	if now := all["mine"]; now.ResourceVersion != mine.ResourceVersion || all["working"].Status.State != api.BackupNew {
 		t.Errorf("changed: %+v, %+v", now, all["working"])
+	}
+	if st := all["chosen"].Status; st.State != api.BackupCompleted || st.VolumeName != "vol" {
+		t.Errorf("a Backup that a user made of a snapshot: %+v", st)
 	}
 	apitest.EditStatus(w.Server, working, func(b *api.Backup) { b.Status.State = api.BackupError })
 	w.sync("default")

@@ -25,6 +25,7 @@ import (
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/repo/tree"
+	"drover.io/drover/backups/tags"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/folder"
 	"drover.io/drover/driver/kubeapi/apitest"
@@ -106,7 +107,7 @@ func (w *world) addNode(name string, heartbeat time.Time) {
 func (w *world) addTarget(name, url, password string) *api.BackupTarget {
 	w.T.Helper()
 	t := &api.BackupTarget{ObjectMeta: apitest.Named(name), Spec: api.BackupTargetSpec{BackupTargetURL: url,
-		PollInterval: metav1.Duration{Duration: 5 * time.Minute}}}
+		PollInterval: &metav1.Duration{Duration: 5 * time.Minute}}}
 	if password != "" {
 		w.Create(&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "default"},
 			Data: map[string][]byte{api.SecretBackupPassword: []byte(password)}})
@@ -272,6 +273,13 @@ func (s *hookedStore) Put(ctx context.Context, name string, body []byte) error {
 	return s.Store.Put(ctx, name, body)
 }
 
+func (s *hookedStore) Get(ctx context.Context, name string, off, n int64) ([]byte, error) {
+	if err := s.begin(ctx, "get", name); err != nil {
+		return nil, err
+	}
+	return s.Store.Get(ctx, name, off, n)
+}
+
 func (s *hookedStore) List(ctx context.Context, prefix string, each func(target.Object) error) error {
 	if err := s.begin(ctx, "list", prefix); err != nil {
 		return err
@@ -392,8 +400,8 @@ func uid(n int) api.UID {
 }
 
 // factsOf are the facts of a backup of volume vol.
-func factsOf(name string) Facts {
-	return Facts{Backup: name, Volume: "vol", Object: uid(1), VolumeUID: uid(2), Snapshot: "snap", SnapshotUID: uid(3),
+func factsOf(name string) tags.Facts {
+	return tags.Facts{Backup: name, Volume: "vol", Object: uid(1), VolumeUID: uid(2), Snapshot: "snap", SnapshotUID: uid(3),
 		SnapshotCreated: "2026-01-02T03:04:05Z", VolumeSize: 10 << 20, Uploaded: 3 << 20, Mode: api.BackupFull,
 		Image: "golden", Labels: map[string]string{"a=b%": "c=d,e"}}
 }
@@ -405,7 +413,7 @@ func (w *world) makeBackup(name, target string, id blob.ID) *api.Backup {
 		Spec: api.BackupSpec{BackupTargetName: target, Volume: "vol"}}
 	w.Create(b)
 	apitest.EditStatus(w.Server, b, func(b *api.Backup) {
-		b.Status = factsOf(name).Status("file:///x", repo.Snapshot{ID: id, Time: time.Unix(0, 0)}, w.clock.now())
+		b.Status = factsOf(name).Status("file:///x", id.String(), time.Unix(0, 0), w.clock.now())
 	})
 	return b
 }

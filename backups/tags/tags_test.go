@@ -1,14 +1,17 @@
-package targets
+package tags
 
 import (
+	"bytes"
 	"fmt"
 	"reflect"
 	"slices"
 	"strings"
 	"testing"
+
+	"drover.io/drover/api"
 )
 
-// TestTagsKeepFacts: ParseTags returns the facts of Tags, with every label within the bounds, also among tags of users.
+// TestTagsKeepFacts: Parse returns the facts of Tags, with every label within the bounds, also among tags of users.
 func TestTagsKeepFacts(t *testing.T) {
 	for name, change := range map[string]func(*Facts){
 		"all":      func(*Facts) {},
@@ -21,7 +24,7 @@ func TestTagsKeepFacts(t *testing.T) {
 	} {
 		f := factsOf("daily-1")
 		change(&f)
-		got, ok := ParseTags(append([]string{"mine", "mine=x"}, f.Tags()...))
+		got, ok := Parse(append([]string{"mine", "mine=x"}, f.Tags()...))
 		for _, dropped := range []string{"", "long", "bad"} {
 			delete(f.Labels, dropped)
 		}
@@ -31,7 +34,7 @@ func TestTagsKeepFacts(t *testing.T) {
 	}
 }
 
-// TestTagsAreDistrusted: ParseTags refuses tags that Drover does not write.
+// TestTagsAreDistrusted: Parse refuses tags that Drover does not write.
 func TestTagsAreDistrusted(t *testing.T) {
 	good := factsOf("daily-1").Tags()
 	with := func(key, value string) []string {
@@ -47,7 +50,7 @@ func TestTagsAreDistrusted(t *testing.T) {
 		"other kind":      with("kind", "image"),
 		"twice":           append(slices.Clone(good), "backup=other"),
 		"path":            with("backup", "../../etc"),
-		"long name":       with("backup", strings.Repeat("a", nameLimit+1)),
+		"long name":       with("backup", strings.Repeat("a", NameLimit+1)),
 		"no name":         with("backup", ""),
 		"no volume":       with("volume", ""),
 		"bad volume":      with("volume", "A\x00"),
@@ -65,11 +68,11 @@ func TestTagsAreDistrusted(t *testing.T) {
 		"bad snapshotUID": with("snapshot-uid", "a b"),
 		"too many":        append(slices.Clone(good), make([]string, tagsLimit)...),
 	} {
-		if f, ok := ParseTags(tags); ok {
+		if f, ok := Parse(tags); ok {
 			t.Errorf("%s: accepted as %+v", name, f)
 		}
 	}
-	if _, ok := ParseTags(with("size", "1")); !ok {
+	if _, ok := Parse(with("size", "1")); !ok {
 		t.Error("the test refuses good tags")
 	}
 }
@@ -80,22 +83,22 @@ func TestLabelsAreBounded(t *testing.T) {
 	for i := range labelsLimit + 10 {
 		tags = append(tags, fmt.Sprintf("%s%d=x", labelTag, i))
 	}
-	f, ok := ParseTags(tags)
+	f, ok := Parse(tags)
 	if !ok || len(f.Labels) != labelsLimit || len(f.Tags()) > tagsLimit {
 		t.Errorf("%d labels, %d tags, %v", len(f.Labels), len(f.Tags()), ok)
 	}
 }
 
-// FuzzParseTags: accepted tags are facts that Tags writes and ParseTags reads again.
-func FuzzParseTags(f *testing.F) {
+// FuzzParse: accepted tags are facts that Tags writes and Parse reads again.
+func FuzzParse(f *testing.F) {
 	f.Add(strings.Join(factsOf("daily-1").Tags(), "\n"))
 	f.Add("drover\nkind=volume\nvolume=v\nbackup=b\nobject=00000000-0000-4000-8000-000000000000\nlabel:%253D=x\nlabel:=y")
 	f.Fuzz(func(t *testing.T, text string) {
-		facts, ok := ParseTags(strings.Split(text, "\n"))
+		facts, ok := Parse(strings.Split(text, "\n"))
 		if !ok {
 			return
 		}
-		again, ok := ParseTags(facts.Tags())
+		again, ok := Parse(facts.Tags())
 		if !ok || !reflect.DeepEqual(again, facts) {
 			t.Errorf("%+v became %+v, %v", facts, again, ok)
 		}
@@ -103,4 +106,17 @@ func FuzzParseTags(f *testing.F) {
 			t.Errorf("accepted %+v", facts)
 		}
 	})
+}
+
+// uid is the UID with a number.
+func uid(n int) api.UID {
+	return api.UID(strings.Replace("00000000-0000-4000-8000-000000000000", "00000000",
+		string(bytes.Repeat([]byte{"0123456789abcdef"[n%16]}, 8)), 1))
+}
+
+// factsOf are the facts of a backup of volume vol.
+func factsOf(name string) Facts {
+	return Facts{Backup: name, Volume: "vol", Object: uid(1), VolumeUID: uid(2), Snapshot: "snap", SnapshotUID: uid(3),
+		SnapshotCreated: "2026-01-02T03:04:05Z", VolumeSize: 10 << 20, Uploaded: 3 << 20, Mode: api.BackupFull,
+		Image: "golden", Labels: map[string]string{"a=b%": "c=d,e"}}
 }

@@ -1,4 +1,7 @@
-package targets
+// Package tags describes a backup in the tags of its snapshot of the repository: all that a list of backups shows, so
+// that every cluster that uses the store knows the backup without reading more. Everybody who has the key of the
+// repository writes tags, so Parse trusts none. The package starts no goroutine and reads no store.
+package tags
 
 import (
 	"maps"
@@ -12,13 +15,12 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"drover.io/drover/api"
-	"drover.io/drover/backups/repo"
 )
 
 // Bounds of tags. Users may add tags of their own with restic.
 const (
 	tagsLimit       = 512
-	nameLimit       = 128 // bytes, as the objects have it
+	NameLimit       = 128 // bytes of a name, as the objects have it
 	labelsLimit     = 64
 	labelKeyLimit   = 320  // bytes: a prefix of 253, a slash and a name of 63
 	labelValueLimit = 1024 // bytes
@@ -36,8 +38,7 @@ const (
 var tagKeys = []string{droverTag, kindTag, "volume", "uid", "backup", "object", "snapshot", "snapshot-uid", "created",
 	"size", "uploaded", "mode", "image"}
 
-// Facts describe a backup in the tags of its snapshot of the repository: all that a list of backups shows, in every
-// cluster that uses the store.
+// Facts are what the tags of a backup say.
 type Facts struct {
 	Backup, Volume  string  // names of the objects
 	Object          api.UID // of the Backup
@@ -55,7 +56,7 @@ type Facts struct {
 // labelKeys escapes the keys of labels in tags.
 var labelKeys = strings.NewReplacer("%", "%25", "=", "%3D")
 
-// Tags are the tags from which ParseTags returns f. Labels beyond the bounds of ParseTags are left out.
+// Tags are the tags from which Parse returns f. Labels beyond the bounds of Parse are left out.
 func (f Facts) Tags() []string {
 	tags := []string{droverTag, kindTag + "=" + kindValue}
 	for _, t := range [][2]string{{"volume", f.Volume}, {"uid", string(f.VolumeUID)}, {"backup", f.Backup},
@@ -75,9 +76,9 @@ func (f Facts) Tags() []string {
 	return tags
 }
 
-// ParseTags reads the tags of a snapshot. It returns false for a snapshot that is no backup of a volume by Drover, or
+// Parse reads the tags of a snapshot. It returns false for a snapshot that is no backup of a volume by Drover, or
 // whose tags no Drover writes.
-func ParseTags(tags []string) (Facts, bool) {
+func Parse(tags []string) (Facts, bool) {
 	if len(tags) > tagsLimit {
 		return Facts{}, false
 	}
@@ -130,7 +131,7 @@ func (f *Facts) isSound() bool {
 		f.VolumeSize <= api.MaxVolumeSize && (f.Mode == "" || f.Mode == api.BackupFull || f.Mode == api.BackupIncremental)
 }
 
-func isName(s string) bool { return len(s) <= nameLimit && len(validation.IsDNS1123Subdomain(s)) == 0 }
+func isName(s string) bool { return len(s) <= NameLimit && len(validation.IsDNS1123Subdomain(s)) == 0 }
 
 // addLabel adds a label within the bounds.
 func (f *Facts) addLabel(key, value string) bool {
@@ -146,13 +147,14 @@ func (f *Facts) addLabel(key, value string) bool {
 	return true
 }
 
-// Status is the status of a Completed Backup in a target of targetURL.
-func (f Facts) Status(targetURL string, s repo.Snapshot, now time.Time) api.BackupStatus {
+// Status is the status of a Completed Backup with a snapshot of the repository, which ended then, in a target of
+// targetURL.
+func (f Facts) Status(targetURL, snapshot string, ended, now time.Time) api.BackupStatus {
 	synced := metav1.NewTime(now)
 	return api.BackupStatus{State: api.BackupCompleted, Progress: 100, BytesDone: f.VolumeSize, BytesTotal: f.VolumeSize,
-		URL: api.BackupURL(targetURL, f.Backup, f.Volume), SnapshotID: s.ID.String(), SnapshotName: f.Snapshot,
+		URL: api.BackupURL(targetURL, f.Backup, f.Volume), SnapshotID: snapshot, SnapshotName: f.Snapshot,
 		SnapshotUID: f.SnapshotUID, SnapshotCreatedAt: f.SnapshotCreated,
-		BackupCreatedAt: s.Time.UTC().Format(time.RFC3339), BackupMode: f.Mode,
+		BackupCreatedAt: ended.UTC().Format(time.RFC3339), BackupMode: f.Mode,
 		VolumeName: f.Volume, VolumeUID: f.VolumeUID, VolumeSize: f.VolumeSize, VolumeBackingImageName: f.Image,
 		NewlyUploadDataSize: f.Uploaded, Labels: f.Labels, LastSyncedAt: &synced, SizeText: api.SizeText(f.VolumeSize),
 		UploadedText: api.SizeText(f.Uploaded)}

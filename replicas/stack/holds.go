@@ -11,9 +11,13 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// An image of a snapshot needs no copy: the image names the snapshot's layers.
+// An image of a snapshot needs no copy: the image names the snapshot's layers. A backup reads the layers of a snapshot,
+// which a pin keeps on the disk until the backup ends.
 
-var _ block.Exporter = (*Disk)(nil)
+var (
+	_ block.Exporter     = (*Disk)(nil)
+	_ block.SnapshotDisk = (*Disk)(nil)
+)
 
 // Hold implements block.Exporter, by a pin.
 func (d *Disk) Hold(ctx context.Context, image, name, replica, snapshot string) ([]string, int64, error) {
@@ -139,4 +143,59 @@ func (d *Disk) Forget(image string) (err error) {
 		return err
 	}
 	return d.dropUnnamed(img.Layers)
+}
+
+// HoldSnapshot implements block.SnapshotDisk, by a pin.
+func (d *Disk) HoldSnapshot(ctx context.Context, holder, name, replica string, s block.SnapshotCut) ([]string, int64,
+	error) {
+	p := Pin{UID: holder, For: name, Disk: d.UID(), Backup: true, Snapshot: s.UID, Cut: s.Created}
+	// Another cut is that of a former source of the backup. holdLayers returns other errors of readPin.
+	if have, err := d.readPin(holder); err == nil && (have.Snapshot != p.Snapshot || !have.Cut.Equal(p.Cut)) {
+		if err := d.Unpin(holder); err != nil {
+			return nil, 0, err
+		}
+	}
+	return d.holdLayers(ctx, p, replica, s.UID)
+}
+
+// ReleaseSnapshot implements block.SnapshotDisk.
+func (d *Disk) ReleaseSnapshot(holder string) error { return d.Unpin(holder) }
+
+// HeldSnapshots implements block.SnapshotDisk.
+func (d *Disk) HeldSnapshots() (map[string]string, error) {
+	pins, err := d.Pins()
+	held := map[string]string{}
+	for _, p := range pins {
+		if p.Backup {
+			held[p.UID] = p.For
+		}
+	}
+	return held, err
+}
+
+// MakeDigests implements block.SnapshotDisk.
+func (d *Disk) MakeDigests(ctx context.Context, layers []string) error {
+	for _, uid := range layers {
+		err := d.FinishNow(ctx, uid)
+		if _, derr := d.Record(uid); derr != nil {
+			if errors.Is(err, fs.ErrNotExist) || err == nil {
+				err = derr
+			}
+			return fmt.Errorf("layer %s on disk %s: %w", uid, d.Root, diskfs.Classify(err))
+		}
+	}
+	return nil
+}
+
+// ChangedChunks implements block.SnapshotDisk.
+func (d *Disk) ChangedChunks(ctx context.Context, replica string, base, target block.SnapshotCut) ([]int64, error) {
+	x, err := d.Changes(replica, base, target)
+	if err != nil {
+		return nil, err
+	}
+	list, err := x.Chunks(ctx)
+	if err = errors.Join(err, x.Close()); err != nil {
+		return nil, fmt.Errorf("changes of replica %s on disk %s: %w", replica, d.Root, diskfs.Classify(err))
+	}
+	return list, nil
 }

@@ -1,0 +1,142 @@
+// Package restore opens backups for restores on this node.
+//
+// Invariants: an open backup holds a shared lock of its repository, so no sweep deletes the blobs of the backup, also if
+// a user deletes the backup meanwhile. Only Drover's own backups are opened: a Backup object names the snapshot.
+//
+// The package has no goroutine of its own; the lock of the repository has one, which Close awaits.
+package restore
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/backups/manifest"
+	"drover.io/drover/backups/mover"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/block"
+)
+
+// closeTime bounds the deletion of the lock. A lock that stays is stale in 30 minutes.
+const closeTime = time.Minute
+
+// Backups opens backups by their URLs.
+type Backups struct {
+	Reader       client.Reader // of Backups
+	Repositories *targets.Repositories
+}
+
+// backup is an open backup.
+type backup struct {
+	opened   *targets.Opened
+	lock     *repo.Lock
+	blobs    *repo.Blobs
+	manifest *manifest.Manifest
+	progress mover.Progress
+}
+
+var _ block.Backup = (*backup)(nil)
+
+// Open opens the backup whose object has the URL. The context ends the use of the backup, too. Errors have the kinds of
+// targets.Repositories.Open; NotFound: no completed backup has the URL, or the repository lost the backup; Corrupt: the
+// repository damaged the backup's description.
+func (b *Backups) Open(ctx context.Context, url string) (_ block.Backup, err error) {
+	object, err := b.find(ctx, url)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = api.Errorf(api.KindOf(err), "backup %s: %w", object.Name, err)
+		}
+	}()
+	id, err := blob.Parse(object.Status.SnapshotID)
+	if err != nil {
+		return nil, err
+	}
+	o := &backup{}
+	if o.opened, err = b.Repositories.Open(ctx, object.Target()); err != nil {
+		return nil, err
+	}
+	if err := o.load(ctx, id); err != nil {
+		return nil, errors.Join(err, o.Close())
+	}
+	return o, nil
+}
+
+// find finds the object of a backup.
+func (b *Backups) find(ctx context.Context, url string) (*api.Backup, error) {
+	var list api.BackupList
+	if err := b.Reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, api.Explain(err, "list backups")
+	}
+	for i := range list.Items {
+		if o := &list.Items[i]; o.Status.URL == url && o.Status.State == api.BackupCompleted {
+			return o, nil
+		}
+	}
+	return nil, api.Errorf(api.NotFound, "no completed backup has the URL %s: compare with status.url of the Backups", url)
+}
+
+// load locks the repository and reads the backup's description.
+func (o *backup) load(ctx context.Context, id blob.ID) (err error) {
+	r := o.opened.Repository
+	if o.lock, err = r.Lock(ctx, repo.Shared); err != nil {
+		return err
+	}
+	session := o.lock.Context()
+	if o.blobs, err = r.LoadIndex(session); err != nil {
+		return err
+	}
+	file, err := r.FindSnapshot(session, id)
+	if err != nil {
+		return err
+	}
+	snapshot, err := r.LoadSnapshot(session, file)
+	if err != nil {
+		return err
+	}
+	o.manifest, err = manifest.Open(session, o.blobs, snapshot)
+	return err
+}
+
+// Size implements block.Backup.
+func (o *backup) Size() int64 { return o.manifest.Size }
+
+// Restore implements block.Backup.
+func (o *backup) Restore(ctx context.Context, sink block.Sink) error {
+	session := o.lock.Context() // without the lock, a sweep may delete blobs
+	if session.Err() != nil {
+		return context.Cause(session)
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	defer context.AfterFunc(session, func() { cancel(context.Cause(session)) })()
+	_, err := mover.Restore(ctx, o.blobs, o.manifest, sink, mover.RestoreOptions{Progress: &o.progress})
+	if cause := context.Cause(ctx); err != nil && cause != nil {
+		return cause
+	}
+	return err
+}
+
+// Restored implements block.Backup.
+func (o *backup) Restored() (done, total int64) { return o.progress.Bytes() }
+
+// Close implements block.Backup.
+func (o *backup) Close() (err error) {
+	if o.blobs != nil {
+		err = o.blobs.Close()
+	}
+	if o.lock != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), closeTime)
+		defer cancel()
+		_ = o.lock.Close(ctx) // a lock that stays is stale in 30 minutes
+	}
+	o.opened.Close()
+	return err
+}

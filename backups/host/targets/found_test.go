@@ -1,0 +1,50 @@
+package targets
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/tags"
+)
+
+// TestFoundBackupsHaveURLsOfTheirOwn: two snapshots of one name and volume, such as those of two clusters, become
+// Backups with two URLs. A restore names its backup by the URL.
+func TestFoundBackupsHaveURLsOfTheirOwn(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	s.saveMany(100, factsOf("nightly").Tags(), factsOf("nightly").Tags())
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	var urls []string
+	for name, b := range w.backups() {
+		urls = append(urls, b.Status.URL)
+		if want := api.BackupURL(s.url(), name, "vol"); b.Status.URL != want {
+			t.Errorf("backup %s has the URL %s, want %s", name, b.Status.URL, want)
+		}
+	}
+	slices.Sort(urls)
+	if len(urls) != 2 || urls[0] == urls[1] {
+		t.Errorf("URLs of two backups: %q", urls)
+	}
+}
+
+// TestNameOfATagStopsNoVisit: a name in a tag from which no second name of an object can be made hides no other backup.
+func TestNameOfATagStopsNoVisit(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	long := strings.Repeat("l", tags.NameLimit-10) + "." + strings.Repeat("m", 9)
+	ids := s.saveMany(100, factsOf(long).Tags(), factsOf(long).Tags(), factsOf("other").Tags())
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	found := map[string]bool{}
+	for _, b := range w.backups() {
+		found[b.Spec.SnapshotID] = b.Status.State == api.BackupCompleted
+	}
+	for _, id := range ids {
+		if !found[id.String()] {
+			t.Errorf("snapshot %s has no completed Backup", id)
+		}
+	}
+}

@@ -1,0 +1,104 @@
+package targets
+
+import (
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"drover.io/drover/api"
+)
+
+// TestResultOfAnotherStoreIsDropped: a visit of the store that the target had before tells nothing about the target; a
+// change of the interval drops nothing.
+func TestResultOfAnotherStoreIsDropped(t *testing.T) {
+	seen := api.BackupTargetSpec{BackupTargetURL: "file:///a", CredentialSecret: &api.SecretRef{Name: "s"}}
+	for name, c := range map[string]struct {
+		change func(*api.BackupTargetSpec)
+		want   string
+	}{
+		"url":      {func(s *api.BackupTargetSpec) { s.BackupTargetURL = "file:///b" }, ""},
+		"secret":   {func(s *api.BackupTargetSpec) { s.CredentialSecret = nil }, ""},
+		"interval": {func(s *api.BackupTargetSpec) { s.PollInterval = &metav1.Duration{Duration: time.Hour} }, "id"},
+	} {
+		b := &api.BackupTarget{Spec: *seen.DeepCopy()}
+		c.change(&b.Spec)
+		rec := &targetRecord{visitedSpec: seen, visit: &job[visitResult]{
+			result: visitResult{reason: api.ReasonAvailable, repositoryID: "id"}}}
+		rec.applyVisit(b, "node-1", time.Now())
+		if b.Status.RepositoryID != c.want || b.Status.Available != (c.want != "") {
+			t.Errorf("%s: status %+v", name, b.Status)
+		}
+	}
+}
+
+// TestVisitsAreDue: a visit begins at once for a new target or spec, after the interval, after a shorter pause while
+// the target is unavailable, and when a missing backup may be deleted.
+func TestVisitsAreDue(t *testing.T) {
+	now := time.Unix(1_700_000_000, 0)
+	for name, c := range map[string]struct {
+		poll   time.Duration
+		down   bool
+		change func(*api.BackupTarget, *targetRecord)
+		want   time.Duration // from the last visit; negative: never
+	}{
+		"first": {time.Hour, false, func(_ *api.BackupTarget, rec *targetRecord) {
+			rec.visited = time.Time{}
+		}, time.Minute},
+		"changed": {time.Hour, false, func(b *api.BackupTarget, _ *targetRecord) { b.Generation++ }, time.Minute},
+		"claimed": {time.Hour, true, func(_ *api.BackupTarget, rec *targetRecord) {
+			rec.claimed = &api.TargetClaim{}
+		}, time.Minute},
+		"interval":    {time.Hour, false, nil, time.Hour},
+		"on request":  {0, false, nil, -1},
+		"negative":    {-time.Hour, false, nil, -1},
+		"tiny":        {time.Nanosecond, false, nil, time.Second},
+		"unavailable": {0, true, nil, 30 * time.Second},
+		"missing": {time.Hour, false, func(_ *api.BackupTarget, rec *targetRecord) {
+			rec.missingAt = rec.visited.Add(time.Second)
+		}, time.Second},
+	} {
+		b := &api.BackupTarget{Spec: api.BackupTargetSpec{PollInterval: &metav1.Duration{Duration: c.poll}}}
+		b.Status.Available = !c.down
+		visited := now.Add(-time.Minute)
+		rec := &targetRecord{visited: visited}
+		if c.change != nil {
+			c.change(b, rec)
+		}
+		want := visited.Add(c.want)
+		if c.want < 0 {
+			want = time.Time{}
+		}
+		if got := rec.nextVisit(b, 30*time.Second, now); !got.Equal(want) {
+			t.Errorf("%s: due %v, want %v", name, got, want)
+		}
+	}
+}
+
+// TestSweepsAreDue: a sweep begins a while after the first of several requests, and later after a failure; without a
+// request, and in a store that is read-only or unavailable, none begins.
+func TestSweepsAreDue(t *testing.T) {
+	at := metav1.NewTime(time.Unix(1_700_000_000, 0))
+	b := &api.BackupTarget{Status: api.BackupTargetStatus{Available: true, SweepRequested: &at}}
+	rec := &targetRecord{}
+	expect := func(what string, want time.Time) {
+		t.Helper()
+		if got := rec.nextSweep(b, time.Minute); !got.Equal(want) {
+			t.Errorf("%s: due %v, want %v", what, got, want)
+		}
+	}
+	expect("requested", at.Add(time.Minute))
+	later := metav1.NewTime(at.Add(50 * time.Second))
+	b.Status.SweepRequested = &later
+	expect("requested again", at.Add(time.Minute))
+	rec.sweepAgain = at.Add(time.Hour)
+	expect("failed", at.Add(time.Hour))
+	b.Spec.ReadOnly = true
+	expect("read-only", time.Time{})
+	b.Spec.ReadOnly, b.Status.Available = false, false
+	expect("unavailable", time.Time{})
+	b.Status.Available, b.Status.SweepRequested, rec.sweepAgain = true, nil, time.Time{}
+	expect("not requested", time.Time{})
+	b.Status.SweepRequested = &later
+	expect("a new request", later.Add(time.Minute))
+}
