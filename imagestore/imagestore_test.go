@@ -220,7 +220,7 @@ func TestFailures(t *testing.T) {
 		{"wrong-sum", api.SourceFile, imageFile(t, b), sum(nil), "wrong checksum", false},
 		{"empty", api.SourceFile, imageFile(t, nil), "", "empty", false},
 		{"no-file", api.SourceFile, map[string]string{"path": "/nowhere/x"}, "", "not on this node", true},
-		{"later", "restore", map[string]string{}, "", "not supported yet", false},
+		{"no-backup", api.SourceRestore, map[string]string{"backup-url": "file:///x?backup=b&volume=v"}, "", "no backup", true},
 		{"unknown", api.SourceFile, map[string]string{"path": "/x", "size": "1"}, "", `"size" is unknown`, false},
 	} {
 		w.image(c.name, c.source, c.params, func(s *api.BackingImageSpec) { s.Checksum = c.sum })

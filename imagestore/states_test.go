@@ -332,6 +332,7 @@ var ways = []way{
 				"url": strings.Replace(srv.URL, "http", "docker", 1) + "/disks/golden:1"}, body)
 			return func() { pushDisk(s.t, reg, "disks/golden", "1", body) }
 		}},
+	wayOfRestore,
 }
 
 // heldWriter passes the first bytes of an answer before waiting.

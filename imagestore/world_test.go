@@ -48,6 +48,7 @@ type world struct {
 	disks  []*stack.Disk
 	node   string
 	opts   host.Options
+	store  store // of backups
 
 	mu   sync.Mutex
 	away map[string]bool // UIDs of unreachable disks
@@ -64,6 +65,7 @@ func newWorld(t *testing.T, disks int, dirs ...string) *world {
 		RetryMin: time.Second, RetryMax: 2 * time.Second, ProgressEvery: 50 * time.Millisecond,
 		Log:      slog.New(slog.NewTextHandler(&testLog{t: t}, nil)),
 		Download: originhttp.Options{Start: 20 * time.Second, Stall: 20 * time.Second, Pause: time.Millisecond}}}
+	w.opts.OpenBackup = w.store.open
 	node := &api.Node{ObjectMeta: metav1.ObjectMeta{Name: w.node}}
 	status := api.NodeStatus{Heartbeat: alive()}
 	for i := range disks {

@@ -179,6 +179,8 @@ func (n *copyReconciler) startTransfer(ctx context.Context, c *api.ImageCopy, im
 			switch image.SourceType {
 			case api.SourceExport:
 				return n.recordExport(ctx, t, slot, on, spec, size)
+			case api.SourceRestore:
+				return n.restoreBackup(ctx, t, slot, image, on, spec, repair)
 			case api.SourceClone:
 				return n.copyClone(ctx, t, slot, image, on, spec, repair)
 			}

@@ -55,7 +55,10 @@ func (m *imageImport) repairCopy(ctx context.Context) (importer.Result, error) {
 	damaged := m.spec
 	m.spec = importer.RepairSpec(damaged)
 	m.findCheckpoint(ctx)
-	return importer.RepairFromOrigin(ctx, m.on, damaged, m.spec, &m.t.progress, m.openWithSlot)
+	return importer.RepairFromOrigin(ctx, m.on, damaged, m.spec, &m.t.progress,
+		func(ctx context.Context) (importer.Result, error) {
+			return importer.Import(ctx, m.on, m.spec, &m.t.progress, m.openWithSlot)
+		})
 }
 
 // findCheckpoint finds the checkpoint of an origin that can continue.

@@ -1,11 +1,13 @@
 package host
 
 import (
+	"context"
 	"crypto/tls"
 	"log/slog"
 	"net"
 	"time"
 
+	"drover.io/drover/block"
 	"drover.io/drover/block/wire"
 	originhttp "drover.io/drover/imagestore/origin/http"
 )
@@ -41,6 +43,8 @@ type Options struct {
 	// other nodes.
 	Identity *wire.Identity
 	Layers   net.Listener
+	// OpenBackup opens a backup by its URL, for images of the source restore; nil: there are none.
+	OpenBackup func(ctx context.Context, url string) (block.Backup, error)
 	// Download tunes downloads.
 	Download originhttp.Options
 }

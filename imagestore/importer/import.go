@@ -49,6 +49,8 @@ type Progress struct {
 	sealing         atomic.Bool
 	scratch         atomic.Int64 // peak bytes of the scratch file
 	early           atomic.Int64 // bytes of the lookahead
+
+	restored atomic.Pointer[func() (done, total int64)] // of a restore; nil: the fields above count
 }
 
 // Notice returns a remark for the user, or "".
@@ -67,6 +69,9 @@ func (p *Progress) Notice() string {
 // Snapshot returns the progress. percent stays below 100 until the image is ready.
 func (p *Progress) Snapshot() (state api.ImageState, percent int32, done, total int64) {
 	state, done, total = api.ImageInProgress, p.read.Load(), max(p.readTotal.Load(), 0)
+	if restored := p.restored.Load(); restored != nil {
+		done, total = (*restored)()
+	}
 	share := 0.0
 	if total > 0 {
 		share = float64(done) / float64(total)

@@ -8,7 +8,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
-	"drover.io/drover/imagestore/origin"
 )
 
 // layerRepairer is a disk that repairs a sealed layer below its replicas.
@@ -84,15 +83,15 @@ func repairUID(uid api.UID) api.UID {
 	return api.UID(fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:16]))
 }
 
-// RepairFromOrigin repairs an image below replicas from its origin: it imports the image under another name and repairs
-// the damaged layers from the import.
+// RepairFromOrigin repairs an image below replicas from its origin: it makes the image under another name by fetch, and
+// repairs the damaged layers from that image.
 func RepairFromOrigin(ctx context.Context, on block.Layers, want, spare Spec, p *Progress,
-	open func(context.Context) (*origin.Stream, error)) (Result, error) {
+	fetch func(context.Context) (Result, error)) (Result, error) {
 	if _, err := Find(on, spare); err != nil {
 		if err := Remove(ctx, on, Spec{UID: spare.UID, Name: spare.Name}); err != nil {
 			return Result{}, err
 		}
-		if _, err := Import(ctx, on, spare, p, open); err != nil {
+		if _, err := fetch(ctx); err != nil {
 			return Result{}, err
 		}
 	} else if spare.Checkpoint != nil {

@@ -293,7 +293,7 @@ func (p *copyPlanner) selectSource(node string, not api.UID) (uid api.UID, ok bo
 // canImport reports whether the origin can supply the image again. have are the copies that came from the origin.
 func canImport(img *api.BackingImage, have []*api.ImageCopy, node string) bool {
 	switch img.Spec.SourceType {
-	case api.SourceDownload, api.SourceRegistry:
+	case api.SourceDownload, api.SourceRegistry, api.SourceRestore:
 		return true
 	case api.SourceFile, api.SourceClone: // on a node with an earlier copy
 		return len(have) == 0 || slices.ContainsFunc(have, func(c *api.ImageCopy) bool {
