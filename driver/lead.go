@@ -19,6 +19,7 @@ import (
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups"
 	"drover.io/drover/imagestore"
 	"drover.io/drover/replicas"
 )
@@ -113,7 +114,7 @@ func (s *server) candidateName() (string, error) {
 
 func (s *server) setupController(mgr ctrl.Manager) error {
 	if err := errors.Join(imagestore.SetupController(mgr, s.log), replicas.SetupController(mgr, s.log),
-		setupIssuer(mgr, ourNamespace(s.leaseNamespace), s.log)); err != nil {
+		backups.SetupController(mgr, s.log), setupIssuer(mgr, ourNamespace(s.leaseNamespace), s.log)); err != nil {
 		return fmt.Errorf("controller reconcilers: %w", err)
 	}
 	return nil

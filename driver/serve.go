@@ -26,6 +26,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/backups"
 	"drover.io/drover/block/wire"
 	"drover.io/drover/controller"
 	"drover.io/drover/driver/cli"
@@ -270,6 +271,9 @@ func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
 	}
 	o := host.Options{Log: s.log, UploadListen: s.upload, Identity: s.identity, Layers: layers}
 	if o.UploadHost, o.UploadCert, o.UploadCA, err = s.uploadServer(); err != nil {
+		return err
+	}
+	if o.OpenBackup, err = backups.SetupNode(mgr, s.node, s.snapshotDisk, s.backupOptions()); err != nil {
 		return err
 	}
 	return imagestore.SetupNode(mgr, s.node, s.disks.Layers, o)

@@ -139,7 +139,7 @@ var foreign = []string{"Accept", "Authorization", "BZh", "Connection", "ETag", "
 // are capitalised words; other capitalised words in the source of these packages are foreign.
 func TestNamesOfReasons(t *testing.T) {
 	names, word := map[string]bool{}, regexp.MustCompile(`^[A-Z][A-Za-z]+[a-z]$`)
-	for _, room := range []string{"api", "controller", "imagestore", "node", "replicas"} {
+	for _, room := range []string{"api", "backups/host", "backups/planner", "controller", "imagestore", "node", "replicas"} {
 		literals(t, room, func(s string, _ []ast.Node) {
 			if word.MatchString(s) && !slices.Contains(foreign, s) {
 				names[s] = true

@@ -1,0 +1,260 @@
+package sanity_test
+
+import (
+	"bytes"
+	"context"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+// TestBackupStories: users back volumes up, read them with restic, and get space back.
+func TestBackupStories(t *testing.T) {
+	tell(t,
+		story{"restic reads what Drover backed up", resticReadsBackups},
+		story{"a backup survives kill -9", killedBackup})
+}
+
+// backupPassword is the password of the stores of these stories.
+const backupPassword = "correct horse battery staple"
+
+// makeTarget makes a target in a new folder, and returns the folder.
+func (w *world) makeTarget(t *testing.T, name string) string {
+	t.Helper()
+	store, password := t.TempDir(), filepath.Join(t.TempDir(), "password")
+	must(t, os.WriteFile(password, []byte(backupPassword+"\n"), 0o600))
+	w.must("target", "create", name, "file://"+store, "--password-file", password)
+	return store
+}
+
+// backup is the object of a backup.
+func (w *world) backup(name string) *api.Backup {
+	w.t.Helper()
+	var b api.Backup
+	must(w.t, w.objects.Get(w.t.Context(), client.ObjectKey{Name: name}, &b))
+	return &b
+}
+
+// restic runs a shell command that uses restic, in a new folder, and returns the folder.
+func restic(t *testing.T, line string) string {
+	t.Helper()
+	if _, err := exec.LookPath("restic"); err != nil {
+		t.Fatal("this story needs restic (package restic)")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), settle)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "sh", "-c", line)
+	cmd.Dir = t.TempDir()
+	cmd.Env = append(os.Environ(), "RESTIC_PASSWORD="+backupPassword, "RESTIC_CACHE_DIR="+t.TempDir())
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v\n%s", line, err, out)
+	}
+	return cmd.Dir
+}
+
+// documentedRestore is the command of docs/backups.md that reads a backup, for a folder and a volume.
+func documentedRestore(t *testing.T, store, volume string) string {
+	t.Helper()
+	page, err := os.ReadFile("../docs/backups.md")
+	must(t, err)
+	for line := range strings.Lines(string(page)) {
+		if strings.HasPrefix(line, "restic -r /PATH restore latest") {
+			line = strings.ReplaceAll(line, "/PATH", store)
+			return strings.ReplaceAll(strings.ReplaceAll(line, "volumes/V/", "volumes/"+volume+"/"), "volumes/V ",
+				"volumes/"+volume+" ")
+		}
+	}
+	t.Fatal("docs/backups.md has no command that restores a backup")
+	return ""
+}
+
+// compareWithRestic reads the newest backup of a volume by the documented command.
+func compareWithRestic(t *testing.T, store, volume string, want []byte) {
+	t.Helper()
+	dir := restic(t, documentedRestore(t, store, volume))
+	got, err := os.ReadFile(filepath.Join(dir, "disk.raw"))
+	must(t, err)
+	if !bytes.Equal(got, want) {
+		t.Errorf("restic reads other bytes than volume %s had: %d bytes, want %d", volume, len(got), len(want))
+	}
+}
+
+// compareWithDevice reads an attached volume.
+func compareWithDevice(t *testing.T, p *pod, want []byte) {
+	t.Helper()
+	got, err := os.ReadFile(p.target)
+	must(t, err)
+	if !bytes.Equal(got, want) {
+		t.Errorf("the restored volume has other bytes: %d bytes, want %d", len(got), len(want))
+	}
+}
+
+// folderSize is the sum of the sizes of all files below a folder.
+func folderSize(t *testing.T, dir string) (sum int64) {
+	t.Helper()
+	must(t, filepath.WalkDir(dir, func(_ string, e fs.DirEntry, err error) error {
+		if err != nil || e.IsDir() {
+			return err
+		}
+		info, err := e.Info()
+		if err == nil {
+			sum += info.Size()
+		}
+		return err
+	}))
+	return sum
+}
+
+// device is an attached volume, and the content that it has to have.
+type device struct {
+	t    *testing.T
+	f    *os.File
+	want []byte
+	rnd  *rand.Rand
+}
+
+func openDevice(t *testing.T, p *pod, size int64) *device {
+	t.Helper()
+	f, err := os.OpenFile(p.target, os.O_RDWR|syscall.O_DIRECT, 0)
+	must(t, err)
+	return &device{t: t, f: f, want: make([]byte, size), rnd: rand.New(rand.NewPCG(1, uint64(size)))}
+}
+
+// write writes n random bytes at off, durably.
+func (d *device) write(off, n int64) {
+	d.t.Helper()
+	b := aligned(int(n))
+	for i := 0; i < int(n); i += 8 {
+		v := d.rnd.Uint64()
+		for k := range 8 {
+			b[i+k] = byte(v >> (8 * k))
+		}
+	}
+	_, err := d.f.WriteAt(b, off)
+	must(d.t, err)
+	must(d.t, d.f.Sync())
+	copy(d.want[off:], b)
+}
+
+// resticReadsBackups: a full backup of an attached volume, an incremental one, and one of the detached volume; restic
+// restores each by the words of docs/backups.md. The deletion of backups gives their space back.
+func resticReadsBackups(t *testing.T, w *world) {
+	store := w.makeTarget(t, "default")
+	a, err := w.create("backed", 128*mib, blockCap())
+	must(t, err)
+	must(t, a.up())
+	d := openDevice(t, a, 128*mib)
+	d.write(0, 24*mib)
+	d.write(64*mib, 8*mib)
+	w.must("backup", "create", "backed", "--name", "first")
+	first := w.backup("first").Status
+	if first.BackupMode != api.BackupFull || first.NewlyUploadDataSize < 32*mib || first.NewlyUploadDataSize > 40*mib {
+		t.Errorf("32 MiB are backed up as %+v", first)
+	}
+	compareWithRestic(t, store, "backed", d.want)
+
+	d.write(10*mib, 64<<10)
+	d.write(100*mib, 2*mib)
+	w.must("backup", "create", "backed", "--name", "second", "--label", "why=test")
+	second := w.backup("second").Status
+	if second.BackupMode != api.BackupIncremental || second.NewlyUploadDataSize > 6*mib {
+		t.Errorf("after a change of 2 MiB and 64 KiB, the backup is %+v", second)
+	}
+	compareWithRestic(t, store, "backed", d.want)
+
+	// Detached: the backup attaches nothing.
+	d.write(120*mib, 2*mib)
+	must(t, d.f.Close())
+	must(t, a.down())
+	w.must("backup", "create", "backed", "--name", "third")
+	var attachments api.AttachmentList
+	must(t, w.objects.List(t.Context(), &attachments))
+	if len(attachments.Items) > 0 {
+		t.Errorf("the backup of a detached volume attached it: %+v", attachments.Items)
+	}
+	compareWithRestic(t, store, "backed", d.want)
+
+	// Drover keeps the snapshot of the newest backup alone.
+	if !comes(func() bool {
+		var list api.SnapshotList
+		must(t, w.objects.List(t.Context(), &list))
+		return len(list.Items) == 1 && list.Items[0].Spec.Labels[api.LabelBackup] == "third"
+	}) {
+		t.Errorf("Drover keeps more snapshots than the newest backup needs: %s", w.must("snapshot", "list"))
+	}
+
+	// A volume of an image of the backup has the content of the backup.
+	w.must("image", "restore", "third", "--name", "of-third")
+	c, err := w.create("restored", 128*mib, blockCap(), "backingImage", "of-third")
+	must(t, err)
+	must(t, c.up())
+	compareWithDevice(t, c, d.want)
+	do(t, c.down, c.remove)
+	w.must("image", "delete", "of-third")
+
+	// The backup outlives the volume; the rest is deleted, with its space.
+	for _, s := range []string{"first", "second"} {
+		w.must("backup", "delete", s)
+	}
+	restic(t, "restic -r "+store+" check --read-data")
+	compareWithRestic(t, store, "backed", d.want)
+	must(t, a.remove())
+	w.must("backup", "delete", "third")
+	if !comes(func() bool { return folderSize(t, store) < mib }) {
+		t.Errorf("the deletion of all backups leaves %d bytes: %s", folderSize(t, store), w.must("target", "show", "default"))
+	}
+	restic(t, "restic -r "+store+" check --read-data")
+	w.must("target", "delete", "default")
+}
+
+// killedBackup: everything is killed in the middle of a backup. The next process continues, and uploads little twice.
+func killedBackup(t *testing.T, w *world) {
+	store := w.makeTarget(t, "offsite")
+	a, err := w.create("large", 512*mib, blockCap())
+	must(t, err)
+	must(t, a.up())
+	d := openDevice(t, a, 512*mib)
+	for off := int64(0); off < 384*mib; off += 32 * mib {
+		d.write(off, 32*mib)
+	}
+	must(t, d.f.Close())
+	must(t, a.down())
+	w.must("backup", "create", "large", "--name", "killed", "--target", "offsite", "--wait=false")
+	ctx, cancel := context.WithTimeout(t.Context(), settle)
+	defer cancel()
+	_, err = await.Until(ctx, w.objects, "killed", func(b *api.Backup) (bool, error) {
+		return b.Status.State == api.BackupInProgress || b.Status.State == api.BackupCompleted, nil
+	})
+	must(t, err)
+	if !comes(func() bool { return folderSize(t, store) > 64*mib }) {
+		t.Fatal("the backup uploads nothing")
+	}
+	w.signal(syscall.SIGKILL)
+	w.kill("data")
+	w.kill("hold")
+	w.start(drover(t))
+	began := time.Now()
+	_, err = await.Until(ctx, w.objects, "killed", func(b *api.Backup) (bool, error) {
+		return b.Status.State == api.BackupCompleted, nil
+	})
+	if err != nil {
+		w.fatal("the backup does not end: %v: %s", err, w.must("backup", "show", "killed"))
+	}
+	t.Logf("completed %v after the start", time.Since(began).Round(time.Millisecond))
+	compareWithRestic(t, store, "large", d.want)
+	restic(t, "restic -r "+store+" check --read-data --no-lock") // the lock of the killed process is stale in 30 minutes
+	w.must("backup", "delete", "killed")
+	do(t, a.remove)
+	w.must("target", "delete", "offsite")
+}
