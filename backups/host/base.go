@@ -64,7 +64,8 @@ func baseCandidates(all []api.Backup, volume api.UID, target string) (list []*ap
 	for i := range all {
 		b := &all[i]
 		s := &b.Status
-		if s.State == api.BackupCompleted && b.Spec.SnapshotID == "" && s.VolumeUID == volume && b.Target() == target && s.SnapshotUID != "" &&
+		if s.State == api.BackupCompleted && b.Spec.SnapshotID == "" && s.VolumeUID == volume &&
+			b.Target() == target && s.SnapshotUID != "" &&
 			b.DeletionTimestamp.IsZero() {
 			list = append(list, b)
 		}

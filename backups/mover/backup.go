@@ -22,8 +22,8 @@ const (
 type BackupOptions struct {
 	Description manifest.Description // Kind, Name and Object
 	Snapshot    repo.Snapshot        // Time, Hostname, Username, Tags and Program
-	// Tags, if set, returns the tags of the snapshot, right before the commit; its error ends the backup. The result has no
-	// Snapshot yet.
+	// Tags, if set, returns the tags of the snapshot, right before the commit; its error ends the backup. The result has
+	// no Snapshot yet.
 	Tags func(context.Context, Result) ([]string, error)
 
 	// Base is the snapshot of an earlier backup of the same volume, which ended without an error. Changed are the chunks,

@@ -103,8 +103,9 @@ func (r *snapshotReconciler) deleteSnapshot(ctx context.Context, s *api.Snapshot
 }
 
 // disposableSnapshots returns the snapshots of a volume that were taken for backups and that no backup needs. A backup
-// needs its snapshot until its end, also one that was taken for another backup. The snapshot of the newest completed backup in each target is needed as the base of
-// the next backup, as long as the volume stays: the snapshots of a deleted volume would keep the volume's data for ever.
+// needs its snapshot until its end, also one that was taken for another backup. The snapshot of the newest completed
+// backup in each target is needed as the base of the next backup, as long as the volume stays: the snapshots of a
+// deleted volume would keep the volume's data for ever.
 func disposableSnapshots(volumeStays bool, backups []api.Backup, snapshots []api.Snapshot) (disposable []*api.Snapshot) {
 	unfinished, named := map[types.UID]bool{}, map[string]bool{}
 	for i := range backups {

@@ -19,7 +19,8 @@ import (
 
 // findSource finds the snapshot and the replica of a backup, or takes the snapshot. An error that is not retryable says
 // why the backup can never be made. reader reads the target, the volume and the snapshot.
-func (r *backupReconciler) findSource(ctx context.Context, reader client.Reader, b *api.Backup) (*api.ExportFact, error) {
+func (r *backupReconciler) findSource(ctx context.Context, reader client.Reader, b *api.Backup) (*api.ExportFact,
+	error) {
 	if err := validateNames(b); err != nil {
 		return nil, err
 	}

@@ -11,8 +11,8 @@ func (a *app) imageRestore() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "restore BACKUP",
 		Short: "Make a backing image of a backup",
-		Long: "Makes a backing image with the content of a volume's backup. Volumes of this image begin with the content of the\n" +
-			"backup: `drover volume create NAME --image IMAGE` takes no time, for any number of volumes.",
+		Long: "Makes a backing image with the content of a volume's backup. Volumes of this image begin with the\n" +
+			"content of the backup: `drover volume create NAME --image IMAGE` takes no time, for any number of volumes.",
 		Example: "  drover image restore db-friday\n  drover image restore db-friday --name db-before-upgrade --min-copies 2",
 		Args:    checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(backups, true),
 		RunE: func(cmd *cobra.Command, left []string) error {

@@ -28,9 +28,10 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 	t.setState(api.ImageInProgress, "")
 	if repair {
 		spare := importer.RepairSpec(spec)
-		return importer.RepairFromOrigin(ctx, on, spec, spare, &t.progress, func(ctx context.Context) (importer.Result, error) {
-			return importer.Restore(ctx, on, spare, b, nil, &t.progress)
-		})
+		return importer.RepairFromOrigin(ctx, on, spec, spare, &t.progress,
+			func(ctx context.Context) (importer.Result, error) {
+				return importer.Restore(ctx, on, spare, b, nil, &t.progress)
+			})
 	}
 	return importer.Restore(ctx, on, spec, b, func(ctx context.Context, img block.Image) error {
 		if spec.Checksum == "" {

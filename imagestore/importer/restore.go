@@ -10,8 +10,8 @@ import (
 
 // Restore makes an image of one layer with the content of a backup. check, if set, looks at the layer before the image
 // is recorded. A restore that was cut starts again.
-func Restore(ctx context.Context, on block.Layers, want Spec, b block.Backup, check func(context.Context, block.Image) error,
-	p *Progress) (Result, error) {
+func Restore(ctx context.Context, on block.Layers, want Spec, b block.Backup,
+	check func(context.Context, block.Image) error, p *Progress) (Result, error) {
 	if len(want.Layers) != 1 {
 		return Result{}, api.Errorf(api.Invalid, "image %s: one layer is restored, not %d", want.Name, len(want.Layers))
 	}

@@ -35,6 +35,6 @@
 // and one for each idle replica when its time ends. Close of the owner waits for each. Submit and the answers run on
 // the loop's thread.
 //
-// Lock order at the engine's end: Member, Dialer, lanes, conn. At the replica's end: the turn of an open (Server.opens),
-// the adopting and changing locks of a target, then target, Server, served, buffers.
+// Lock order at the engine's end: Member, Dialer, lanes, conn. At the replica's end: the turn of an open
+// (Server.opens), the adopting and changing locks of a target, then target, Server, served, buffers.
 package peer

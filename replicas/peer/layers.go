@@ -57,8 +57,9 @@ func (b *Backend) withSnapshot(ctx context.Context, uid string, fn func(block.So
 	}
 }
 
-// readSnapshot calls fn with the content of the open snapshot, and reports whether the call is done. A call that the end
-// of the snapshot passed opens the snapshot for itself alone: other work of the engine may have ended the snapshot.
+// readSnapshot calls fn with the content of the open snapshot, and reports whether the call is done. A call that the
+// end of the snapshot passed opens the snapshot for itself alone: other work of the engine may have ended the
+// snapshot.
 func (b *Backend) readSnapshot(ctx context.Context, uid string, fn func(block.Source) error) (done bool, err error) {
 	v := &b.seen
 	v.mu.RLock()
@@ -81,7 +82,8 @@ func (b *Backend) readSnapshot(ctx context.Context, uid string, fn func(block.So
 }
 
 // openSnapshot opens a snapshot for reads. Its layers are not merged meanwhile. The engine ends the snapshot after the
-// contexts of its calls: openSnapshot looks at the context with the lock, so that no late call opens the snapshot again.
+// contexts of its calls: openSnapshot looks at the context with the lock, so that no late call opens the snapshot
+// again.
 func (b *Backend) openSnapshot(ctx context.Context, uid string) error {
 	v := &b.seen
 	v.mu.Lock()

@@ -1,9 +1,9 @@
 // Package sources reads chunks of layers from other disks of the node and from other nodes, for a disk without these
 // layers. A failing or silent source gives way to the next.
 //
-// Sources owns the connections to other nodes, a goroutine for each read in progress, and one for each disk that is being
-// opened: all reads of a disk share the open. A read of a hanging disk outlives its caller; Close waits a while for all
-// reads. No I/O runs under the lock.
+// Sources owns the connections to other nodes, a goroutine for each read in progress, and one for each disk that is
+// being opened: all reads of a disk share the open. A read of a hanging disk outlives its caller; Close waits a while
+// for all reads. No I/O runs under the lock.
 package sources
 
 import (

@@ -59,7 +59,7 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 			waiting = append(waiting, b)
 		}
 	}
-	message := ""
+	var message string
 	switch {
 	case len(waiting) == 0 || rec.deletion.isRunning():
 		return time.Time{}, nil

@@ -76,8 +76,8 @@ func (r *Repositories) Open(ctx context.Context, name string) (*Opened, error) {
 	if err != nil {
 		return nil, openError(t, err)
 	}
-	e, failures := r.use(t, entryKey{t.UID, t.Spec.BackupTargetURL, secret.Namespace + "/" + secret.Name, secret.ResourceVersion,
-		t.Status.RepositoryID})
+	e, failures := r.use(t, entryKey{t.UID, t.Spec.BackupTargetURL, secret.Namespace + "/" + secret.Name,
+		secret.ResourceVersion, t.Status.RepositoryID})
 	if err := r.openEntry(ctx, e, failures, t, secret); err != nil {
 		r.release(e)
 		return nil, openError(t, err)

@@ -80,7 +80,8 @@ type deletionResult struct {
 }
 
 // deleteSnapshots deletes snapshots from the repository: ids, and those whose tags name one of the Backup objects.
-func (r *Repositories) deleteSnapshots(ctx context.Context, t *api.BackupTarget, ids []blob.ID, objects []api.UID) error {
+func (r *Repositories) deleteSnapshots(ctx context.Context, t *api.BackupTarget, ids []blob.ID,
+	objects []api.UID) error {
 	return r.withRepository(ctx, t, func(opened *repo.Repository) error {
 		left, err := SnapshotsOf(ctx, opened, objects...)
 		if err != nil {

@@ -88,7 +88,8 @@ func (rs *Replicas) dropStalePins(ctx context.Context, disk *stack.Disk) error {
 		return err
 	}
 	for _, p := range pins {
-		if p.Image || p.Backup || slices.ContainsFunc(all.Items, func(r api.Replica) bool { return string(r.Spec.UID) == p.UID }) {
+		isReplica := func(r api.Replica) bool { return string(r.Spec.UID) == p.UID }
+		if p.Image || p.Backup || slices.ContainsFunc(all.Items, isReplica) {
 			continue
 		}
 		// Objects can be lost: the replica on the disk counts, and a missing disk may have the replica.

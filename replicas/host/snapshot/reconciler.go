@@ -61,7 +61,8 @@ func (ss *reconciler) Reconcile(ctx context.Context, req reconcile.Request) (rec
 	s.Status.Error = ""
 	switch {
 	case old.Status.ReadyToUse && s.DeletionTimestamp == nil &&
-		(api.Is(err, api.Busy) || api.Is(err, api.Unavailable) && len(v.Status.Members) > 1): // the status stays for the moment
+		(api.Is(err, api.Busy) || api.Is(err, api.Unavailable) && len(v.Status.Members) > 1):
+		// The status stays for the moment.
 		s.Status = *old.Status.DeepCopy()
 	case err != nil:
 		s.Status.ReadyToUse, s.Status.Error = false, err.Error()
@@ -98,7 +99,8 @@ func busyAgain(err error) time.Duration {
 	return 100 * time.Millisecond
 }
 
-// volumeOf is the snapshot's volume, and whether this node is responsible for the volume. Nil: the volume does not exist.
+// volumeOf is the snapshot's volume, and whether this node is responsible for the volume. Nil: the volume does not
+// exist.
 func (ss *Snapshots) volumeOf(ctx context.Context, s *api.Snapshot) (_ *api.Volume, mine bool, err error) {
 	var v api.Volume
 	if err := ss.Client.Get(ctx, client.ObjectKey{Name: s.Spec.Volume}, &v); err != nil {

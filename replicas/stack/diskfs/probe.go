@@ -17,9 +17,9 @@ import (
 // PunchMode is the mode of fallocate that gives space back and keeps the size.
 const PunchMode = unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE
 
-// Probe checks that the file system at path keeps a map for the recovery of heads: the file system must report 4 KiB of
-// zeros in a hole as exactly 4 KiB of data, and a punched hole as a hole. File systems with other blocks, and those that
-// store no zeros, fail the probe; a head on such a file system would lose or invent blocks.
+// Probe checks that the file system at path keeps a map for the recovery of heads: the file system must report 4 KiB
+// of zeros in a hole as exactly 4 KiB of data, and a punched hole as a hole. File systems with other blocks, and those
+// that store no zeros, fail the probe; a head on such a file system would lose or invent blocks.
 //
 // The probe does not mount the file system again, because programs may use it: see HolesFile.
 func Probe(ctx context.Context, path string) (err error) {

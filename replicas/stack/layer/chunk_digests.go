@@ -2,6 +2,7 @@ package layer
 
 import (
 	"encoding/hex"
+	"errors"
 	"io"
 	"log/slog"
 	"os"
@@ -125,7 +126,7 @@ func (d *ChunkDigests) readPage(p int) (digestPage, error) {
 	page := digestPage{p, make([]byte, chunks*sumSize), make([]format.ChunkKinds, chunks)}
 	n, err := d.sums.ReadAt(page.sums, sumsHeader+first*sumSize)
 	if n < len(page.sums) {
-		if err == nil || err == io.EOF {
+		if err == nil || errors.Is(err, io.EOF) {
 			err = io.ErrUnexpectedEOF
 		}
 		return page, err
