@@ -11,7 +11,7 @@ import (
 
 // BackupState is the state of a backup, in words that users of the field know.
 //
-// +kubebuilder:validation:Enum="";Pending;InProgress;Completed;Error;Unknown;Deleting
+// +kubebuilder:validation:Enum="";Pending;InProgress;Completed;Error;Deleting
 type BackupState string
 
 // Backup states.
@@ -21,7 +21,6 @@ const (
 	BackupInProgress BackupState = "InProgress" // a node reads and uploads
 	BackupCompleted  BackupState = "Completed"  // the store has the backup
 	BackupError      BackupState = "Error"      // for good; the message says why
-	BackupUnknown    BackupState = "Unknown"    // the target is unavailable, or the store lost the backup
 	BackupDeleting   BackupState = "Deleting"
 )
 
@@ -143,7 +142,7 @@ func (b *Backup) Target() string { return cmp.Or(b.Spec.BackupTargetName, Defaul
 // LabelBackupTarget on a Backup is the name of its target.
 const LabelBackupTarget = "drover.io/backup-target"
 
-// LabelBackup stands beside LabelClone on a snapshot that was taken for a backup; value: the backup's name.
+// LabelBackup marks a snapshot that the planner took for a backup, which has LabelClone, too; value: the backup's name.
 const LabelBackup = "drover.io/backup"
 
 // OwnSnapshotName names the Snapshot that is taken for the backup if spec.snapshotName is empty.

@@ -46,7 +46,7 @@ func TestSnapshotsStayWhileABackupNeedsThem(t *testing.T) {
 	running := func(b *api.Backup) { b.Status = api.BackupStatus{State: api.BackupInProgress} }
 	isDeleted := func(b *api.Backup) { b.DeletionTimestamp = &deleted }
 	foreign := func(b *api.Backup) { b.Status.SnapshotName = "elsewhere"; b.Spec.SnapshotID = "stored" }
-	unknown := func(b *api.Backup) { b.Status.State = api.BackupUnknown }
+	unknown := func(b *api.Backup) { b.Status.State = "Later" } // of a later version
 	ofUser := func(b *api.Backup) { b.Spec.SnapshotName, b.Status.SnapshotName = "mine", "mine" }
 	mine := api.Snapshot{Spec: api.SnapshotSpec{Volume: "v"}, Status: api.SnapshotStatus{VolumeUID: "of-v"}}
 	mine.Name = "mine"
@@ -78,7 +78,7 @@ func TestSnapshotsStayWhileABackupNeedsThem(t *testing.T) {
 			[]api.Backup{backupNumber(1), backupNumber(2), backupNumber(3, running, isDeleted)}, all, "1"},
 		{"the backup does not exist", false, []api.Backup{backupNumber(1)}, all, "2 3"},
 		{"no backup exists", false, nil, all, "1 2 3"},
-		{"the store does not answer", false, []api.Backup{backupNumber(1), backupNumber(2, unknown)}, all, "1 3"},
+		{"an unknown state", false, []api.Backup{backupNumber(1), backupNumber(2, unknown)}, all, "1 3"},
 		{"another cluster's backup has no snapshot here", false, []api.Backup{backupNumber(1), backupNumber(2),
 			backupNumber(3, foreign)}, all, "1 3"},
 		{"of an earlier volume", false, []api.Backup{backupNumber(2), backupNumber(3,

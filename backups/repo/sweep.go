@@ -13,7 +13,7 @@ import (
 	"drover.io/drover/backups/target"
 )
 
-// A sweep deletes the packs that no snapshot needs, in two steps, beside running sessions:
+// A sweep deletes the packs that no snapshot needs, in two steps, while sessions run:
 //
 //  1. Hide. The sweep marks the blobs of all snapshots, copies the needed blobs of packs that are mostly garbage, and
 //     writes index files in which the packs without needed blobs are hidden: no new session relies on them.

@@ -30,7 +30,7 @@ type call struct {
 	state state // guarded by registry.mu
 }
 
-// state is the state of a ccalls.
+// state is the state of a call.
 type state int
 
 const (
@@ -101,7 +101,7 @@ func (c *call) begin(ctx context.Context, s *Store) (release func(), err error) 
 	return release, nil
 }
 
-// leave ends the context of the inner ccalls.
+// leave ends the context of the inner call.
 func (c *call) leave() {
 	c.timer.Stop()
 	c.cancel()
