@@ -19,6 +19,8 @@
 //   - A Writer stops with the first error. No later call succeeds.
 //   - A session takes its Lock before LoadIndex: nobody deletes a pack that the index names while the lock is held. The
 //     age of a lock is judged by the store's clock alone.
+//   - The name of a lock is durable on this machine before the lock exists: the next process deletes the locks of a
+//     killed one (lock_record.go).
 //   - A sweep deletes a pack only if no snapshot needs the pack, and after the end of all sessions that may rely on the
 //     pack (sweep.go).
 //   - No error has a password.

@@ -132,9 +132,14 @@ func readRange(ctx context.Context, store target.Store, name string, off, n int6
 
 // saveFile seals plain, compressed, into a new object of folder.
 func (r *Repository) saveFile(ctx context.Context, folder string, plain []byte) (blob.ID, error) {
-	sealed := r.key.Seal(nil, betterEncoder().EncodeAll(plain, []byte{compressedFile}))
-	id := blob.Sum(sealed)
+	id, sealed := r.sealFile(plain)
 	return id, r.store.Put(ctx, folder+id.String(), sealed)
+}
+
+// sealFile returns the bytes and the name of a new file.
+func (r *Repository) sealFile(plain []byte) (id blob.ID, sealed []byte) {
+	sealed = r.key.Seal(nil, betterEncoder().EncodeAll(plain, []byte{compressedFile}))
+	return blob.Sum(sealed), sealed
 }
 
 // loadFile reads the object of a file and calls read with the plain bytes, of which there are at most limit.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -60,6 +61,7 @@ type Lock struct {
 	end       context.CancelCauseFunc
 	refresher sync.WaitGroup
 	refreshed time.Time // when current was written, by this machine; the refresher's
+	record    *lockRecord
 
 	mu      sync.Mutex
 	current blob.ID
@@ -72,15 +74,19 @@ type Lock struct {
 func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
 	l := &Lock{r: r, mode: mode, id: rand.Text(), refreshed: time.Now()}
 	var err error
+	if l.record, err = r.newRecord(l.id); err != nil {
+		return nil, api.Errorf(api.KindOf(err), "repository %.8s: the record of a session cannot be written: %w", r.ID(), err)
+	}
 	if l.current, err = l.save(ctx); err != nil {
-		return nil, err
+		return nil, errors.Join(err, l.record.close()) // the store may have the lock although it reports an error
 	}
 	// Both of two sessions that lock at once see the lock of the other, because each writes before reading.
 	if err := r.checkLocks(ctx, l.current, mode); err != nil {
 		if e := r.store.Delete(context.WithoutCancel(ctx), locksFolder+l.current.String()); e != nil {
 			err = api.Errorf(api.KindOf(err), "%w (lock %.8s stays until it is stale: %w)", err, l.current, e)
+			return nil, errors.Join(err, l.record.close())
 		}
-		return nil, err
+		return nil, errors.Join(err, l.record.remove())
 	}
 	l.session, l.end = context.WithCancelCause(ctx)
 	l.refresher.Go(l.refreshUntilEnd)
@@ -102,7 +108,10 @@ func (l *Lock) Close(ctx context.Context) error {
 	names := append(l.left, locksFolder+l.current.String())
 	l.mu.Unlock()
 	err := l.r.store.Delete(ctx, names...)
-	if err != nil && !api.Is(err, api.Denied) {
+	if err == nil || api.Is(err, api.Denied) {
+		return l.record.remove()
+	}
+	if err := errors.Join(err, l.record.close()); err != nil {
 		return api.Errorf(api.KindOf(err), "repository %.8s: lock %.8s cannot be deleted: %w; "+
 			"`restic unlock` removes the lock after 30 minutes", l.r.ID(), l.current, err)
 	}
@@ -157,7 +166,10 @@ func (l *Lock) save(ctx context.Context) (blob.ID, error) {
 	if err != nil {
 		return blob.ID{}, err
 	}
-	id, err := r.saveFile(ctx, locksFolder, content)
+	id, sealed := r.sealFile(content)
+	if err = l.record.add(id); err == nil {
+		err = r.store.Put(ctx, locksFolder+id.String(), sealed)
+	}
 	if err != nil {
 		return id, api.Errorf(api.KindOf(err), "repository %.8s: a lock cannot be written: %w", r.ID(), err)
 	}

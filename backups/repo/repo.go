@@ -21,7 +21,9 @@ const keyFilesLimit = 32
 
 // Options of a repository on this machine.
 type Options struct {
-	Cache    string // folder for the index tables of repositories; may be deleted while no repository is open
+	// Cache is the folder for the index tables of repositories, and for the records of sessions. The folder may be deleted
+	// while no repository is open; empty: sessions have no records.
+	Cache    string
 	Hostname string // who locks and adds passwords; empty: the name of the machine
 	Username string // empty: drover
 }

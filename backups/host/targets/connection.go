@@ -3,6 +3,7 @@ package targets
 import (
 	"context"
 	"io"
+	"log/slog"
 	"path/filepath"
 
 	corev1 "k8s.io/api/core/v1"
@@ -20,6 +21,7 @@ type connection struct {
 	password  string
 	encrypted bool // the password is the user's, not the published one
 	options   repo.Options
+	log       *slog.Logger
 }
 
 // connect opens the store of a target with the credentials of secret. The caller closes the connection. Errors are
@@ -34,7 +36,7 @@ func (r *Repositories) connect(ctx context.Context, t *api.BackupTarget, secret 
 		return nil, storeFault(ctx, err)
 	}
 	return &connection{store: store, password: password, encrypted: own,
-		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node}}, nil
+		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node}, log: r.log}, nil
 }
 
 // cacheOf is the folder for the index tables of a target.
@@ -77,6 +79,14 @@ func (c *connection) open(ctx context.Context, known string) (*repo.Repository, 
 	case known != "" && r.ID() != known:
 		return nil, faultf(api.ReasonOtherRepository, "repository %.8s: the store has another repository, %.8s; correct "+
 			"backupTargetURL or the mount, or make the BackupTarget again to use the other repository", known, r.ID())
+	}
+	// The locks of a killed process of this node would block restic and sweeps for half an hour.
+	released, err := r.ReleaseLeftLocks(ctx)
+	if err != nil {
+		c.log.Warn("locks of an ended process are left in a backup target", "err", err)
+	}
+	if released > 0 {
+		c.log.Info("locks of an ended process were deleted in a backup target", "repository", r.ID(), "sessions", released)
 	}
 	return r, nil
 }

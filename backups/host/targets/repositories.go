@@ -224,3 +224,25 @@ func (r *Repositories) removeCaches(ctx context.Context) error {
 	}
 	return err
 }
+
+// releaseLocks deletes the locks that killed processes of this node left in stores, because the node may have no other
+// reason to open these targets.
+func (r *Repositories) releaseLocks(ctx context.Context) error {
+	var list api.BackupTargetList
+	if err := r.live.List(ctx, &list); err != nil {
+		return api.Explain(err, "list backup targets")
+	}
+	var failed error
+	for i := range list.Items {
+		t := &list.Items[i]
+		if t.Status.RepositoryID == "" || !repo.HasLockRecords(r.cacheOf(t), t.Status.RepositoryID) {
+			continue
+		}
+		opened, err := r.Open(ctx, t.Name)
+		if err == nil {
+			opened.Close()
+		}
+		failed = errors.Join(failed, err)
+	}
+	return failed
+}

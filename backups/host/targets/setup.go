@@ -83,7 +83,7 @@ func (r *targetReconciler) allTargets(ctx context.Context, _ client.Object) []re
 	return all
 }
 
-// cacheCleaner removes the index tables of deleted targets when the manager starts.
+// cacheCleaner removes the index tables of deleted targets, and the locks of killed processes, when the manager starts.
 type cacheCleaner struct{ *targetReconciler }
 
 var _ manager.Runnable = cacheCleaner{}
@@ -92,6 +92,9 @@ var _ manager.Runnable = cacheCleaner{}
 func (c cacheCleaner) Start(ctx context.Context) error {
 	if err := c.repositories.removeCaches(ctx); err != nil {
 		c.log.Warn("the index tables of deleted backup targets cannot be removed", "err", err)
+	}
+	if err := c.repositories.releaseLocks(ctx); err != nil && ctx.Err() == nil {
+		c.log.Warn("locks of an ended process may be left in a backup target", "err", err)
 	}
 	return nil
 }
