@@ -219,8 +219,8 @@ func (r *Repository) scanIndexFile(ctx context.Context, f namedFile, each func(i
 	return session, nil
 }
 
-// Has reports whether the repository has a blob, or the session's Writer wrote the blob. Before the Writer's next Flush
-// the blob may not be durable.
+// Has reports whether the repository has a blob outside of damaged packs, or the session's Writer wrote the blob. Before
+// the Writer's next Flush the blob may not be durable.
 func (b *Blobs) Has(ctx context.Context, id blob.ID, kind blob.Kind) (bool, error) {
 	_, ok, err := b.find(ctx, id, kind, false)
 	return ok, err
@@ -264,6 +264,23 @@ func (b *Blobs) lookUp(id blob.ID, kind blob.Kind, place bool) (l index.Location
 		ok, err = b.table.Has(id, kind)
 	}
 	return l, ok, b.table, err
+}
+
+// findAll returns all known locations of a blob, the best first.
+func (b *Blobs) findAll(id blob.ID, kind blob.Kind) (all []index.Location, err error) {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	for _, a := range b.added {
+		if at, ok := a.at[blobHandle{id, kind}]; ok {
+			p := a.packs[at.pack]
+			all = append(all, index.Location{Pack: p.ID, Entry: p.Entries[at.entry]})
+		}
+	}
+	if b.table == nil {
+		return all, api.Errorf(api.Unavailable, "repository %.8s: the index is closed", b.r.ID())
+	}
+	listed, err := b.table.FindAll(id, kind)
+	return append(all, listed...), err
 }
 
 // replaceDamaged builds a new table, unless another caller did.

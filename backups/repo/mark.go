@@ -86,7 +86,7 @@ func (m *marker) readNewIndexFiles(ctx context.Context) error {
 			continue
 		}
 		_, err := m.r.scanIndexFile(ctx, f, func(p index.Pack) error {
-			if p.Hidden {
+			if p.Hidden || p.Damaged {
 				return nil
 			}
 			return m.blobs.addPack(ctx, p.ID, slices.Clone(p.Entries))

@@ -2,6 +2,7 @@ package repo
 
 import (
 	"context"
+	"errors"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
@@ -28,8 +29,9 @@ func packName(id blob.ID) string {
 	return dataFolder + name[:2] + "/" + name
 }
 
-// Read reads a blob with one request, and compares the bytes with the id. The result may use the memory of into. A blob
-// that the index does not have is an error of kind NotFound, a damaged blob a *DamagedError.
+// Read reads a blob with one request, and compares the bytes with the id; if they are damaged, Read tries the other
+// packs that have the blob. The result may use the memory of into. A blob that the index does not have is an error of
+// kind NotFound, a blob that is damaged in every pack a *DamagedError.
 func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byte) ([]byte, error) {
 	l, ok, err := b.Find(ctx, id, kind)
 	if err != nil {
@@ -38,6 +40,28 @@ func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byt
 	if !ok {
 		return nil, b.missing(id, kind)
 	}
+	plain, err := b.readAt(ctx, l, into)
+	var damaged *DamagedError
+	if !errors.As(err, &damaged) {
+		return plain, err
+	}
+	others, e := b.findAll(id, kind)
+	if e != nil {
+		return nil, err // the index is the smaller concern
+	}
+	for _, other := range others {
+		if other == l {
+			continue
+		}
+		if plain, e := b.readAt(ctx, other, into); e == nil {
+			return plain, nil
+		}
+	}
+	return nil, err
+}
+
+// readAt reads a blob at one of its locations.
+func (b *Blobs) readAt(ctx context.Context, l index.Location, into []byte) ([]byte, error) {
 	sealed, err := readRange(ctx, b.r.store, packName(l.Pack), int64(l.Offset), int64(l.Length))
 	var plain []byte
 	if err == nil {
@@ -47,10 +71,10 @@ func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byt
 	case api.Is(err, api.NotFound):
 		err = api.Errorf(api.Corrupt, "the pack is missing: %w", err)
 	case err != nil && !api.Is(err, api.Corrupt):
-		return nil, api.Errorf(api.KindOf(err), "%v blob %s: pack %.8s: %w", kind, id, l.Pack, err)
+		return nil, api.Errorf(api.KindOf(err), "%v blob %s: pack %.8s: %w", l.Kind, l.ID, l.Pack, err)
 	}
 	if err != nil {
-		return nil, &DamagedError{id, l.Pack, kind, err}
+		return nil, &DamagedError{l.ID, l.Pack, l.Kind, err}
 	}
 	return plain, nil
 }

@@ -310,6 +310,7 @@ type packUse struct {
 	hidden bool  // in every index file that names the pack
 	young  bool  // a session that runs has written the pack
 	lost   bool  // the store does not have the pack
+	marked bool  // a verification found the pack damaged
 	sealed int64 // bytes of all blobs
 	used   int64 // of those needed blobs that the index finds in the pack
 	files  []int // indexes in view.files
@@ -390,8 +391,13 @@ func (s *sweep) readIndex(ctx context.Context, v *view) (authors []string, err e
 	defer func() { err = errors.Join(err, b.Close()) }()
 	b.WithHidden()
 	authors = make([]string, len(v.files))
+	var marks []blob.ID
 	for i, f := range v.files {
 		authors[i], err = s.r.scanIndexFile(ctx, f, func(p index.Pack) error {
+			if p.Damaged {
+				marks = append(marks, p.ID)
+				return b.Add(p)
+			}
 			use := v.packs[p.ID]
 			if use == nil {
 				use = &packUse{hidden: true}
@@ -414,6 +420,11 @@ func (s *sweep) readIndex(ctx context.Context, v *view) (authors []string, err e
 		})
 		if err != nil {
 			return nil, err
+		}
+	}
+	for _, id := range marks {
+		if use := v.packs[id]; use != nil {
+			use.marked = true
 		}
 	}
 	t, err := b.Finish("")

@@ -36,6 +36,7 @@ func (s *sweep) plan(ctx context.Context, v *view) (map[blob.ID]packChange, erro
 			s.stats.ReturnedPacks++
 		case p.hidden, p.used == 0: // a hidden pack stays hidden
 			changes[id] = hidePack
+		case p.marked: // verification has copied the blobs that can be read
 		case p.used*100 < p.sealed*int64(s.o.Threshold):
 			sparse = append(sparse, id)
 		}
@@ -83,9 +84,18 @@ func (s *sweep) writeIndex(ctx context.Context, v *view, changes map[blob.ID]pac
 		added = append(added, indexFolder+id.String())
 		return nil
 	}
+	marked := map[blob.ID]bool{}
 	written := map[blob.ID]blob.ID{} // the sum of the entries that were written first
 	for _, f := range files {
 		_, err := s.r.scanIndexFile(ctx, f, func(p index.Pack) error {
+			if p.Damaged {
+				if v.packs[p.ID] == nil || changes[p.ID] == dropPack || marked[p.ID] {
+					return nil // the pack is deleted
+				}
+				marked[p.ID] = true
+				file.Add(p)
+				return nil
+			}
 			sum := p.Sum()
 			first, twice := written[p.ID]
 			if twice && sum == first || changes[p.ID] == dropPack { // two files may also name parts of a pack

@@ -21,6 +21,7 @@ import (
 const (
 	runRecords  = 8 << 20 / recordSize
 	mergeMemory = 8 << 20
+	marksLimit  = 1 << 18 // damaged packs: 8 TiB
 )
 
 // TableBuilder collects entries in any order, sorts them in runs, and merges the runs into a table. The methods are
@@ -39,12 +40,13 @@ type TableBuilder struct {
 	names *spillFile // of packs
 	packs int64
 	files []blob.ID
+	marks map[blob.ID]struct{} // damaged packs
 }
 
 // NewTableBuilder builds a table of repository in folder. The table has all that base has, which may be nil. The caller
 // closes the builder.
 func NewTableBuilder(folder string, repository blob.ID, base *Table) (*TableBuilder, error) {
-	b := &TableBuilder{folder: folder, repository: repository, base: base, runSize: runRecords}
+	b := &TableBuilder{folder: folder, repository: repository, base: base, runSize: runRecords, marks: map[blob.ID]struct{}{}}
 	err := os.MkdirAll(folder, 0o700) // an administrator may delete a cache at any time
 	if err != nil {
 		return nil, err
@@ -68,14 +70,17 @@ func (b *TableBuilder) Close() error { return errors.Join(b.spill.close(), b.nam
 // for a sweep alone: it has no base and no name.
 func (b *TableBuilder) WithHidden() { b.withHidden = true }
 
-// Add adds the blobs of a pack. A hidden pack adds none, except WithHidden.
+// Add adds the blobs of a pack, or a mark. A hidden pack adds none, except WithHidden.
 func (b *TableBuilder) Add(p Pack) error {
+	if p.Damaged {
+		return b.addMark(p.ID)
+	}
 	if p.Hidden && !b.withHidden || len(p.Entries) == 0 && !b.withHidden {
 		return nil
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.packs >= hiddenBit {
+	if b.packs >= damagedBit {
 		return api.Errorf(api.Full, "index table: %d packs are too many; prune the repository", b.packs)
 	}
 	if _, err := b.names.Write(p.ID[:]); err != nil {
@@ -94,6 +99,16 @@ func (b *TableBuilder) Add(p Pack) error {
 		b.run = append(b.run, record{e.ID, number, e.Offset, e.Length, e.Plain})
 	}
 	b.packs++
+	return nil
+}
+
+func (b *TableBuilder) addMark(id blob.ID) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.marks[id] = struct{}{}; len(b.marks) > marksLimit {
+		return api.Errorf(api.Unsupported, "index table: more than %d packs are damaged; restore the store from a copy",
+			marksLimit)
+	}
 	return nil
 }
 
@@ -238,8 +253,22 @@ func (b *TableBuilder) write(f *os.File) (*Table, error) {
 }
 
 func (b *TableBuilder) writePackNames(w *pageWriter) error {
+	err := b.eachPack(func(_ uint32, id []byte) error { w.add(id); return w.err })
+	if err != nil {
+		return err
+	}
+	w.flush()
+	return w.err
+}
+
+// eachPack calls each with the number and the name of every pack.
+func (b *TableBuilder) eachPack(each func(number uint32, id []byte) error) error {
+	number := uint32(0)
 	if b.base != nil {
-		if err := b.base.each(b.base.packs, func(item []byte) error { w.add(item); return w.err }); err != nil {
+		if err := b.base.each(b.base.packs, func(item []byte) error {
+			number++
+			return each(number-1, item)
+		}); err != nil {
 			return err
 		}
 	}
@@ -247,17 +276,31 @@ func (b *TableBuilder) writePackNames(w *pageWriter) error {
 	if err != nil {
 		return err
 	}
-	for {
+	for ; ; number++ {
 		var id blob.ID
 		if _, err := io.ReadFull(from, id[:]); errors.Is(err, io.EOF) {
-			break
+			return nil
 		} else if err != nil {
 			return err
 		}
-		w.add(id[:])
+		if err := each(number, id[:]); err != nil {
+			return err
+		}
 	}
-	w.flush()
-	return w.err
+}
+
+// damagedNumbers are the numbers of the marked packs.
+func (b *TableBuilder) damagedNumbers() (map[uint32]struct{}, error) {
+	if len(b.marks) == 0 {
+		return nil, nil
+	}
+	damaged := map[uint32]struct{}{}
+	return damaged, b.eachPack(func(number uint32, id []byte) error {
+		if _, is := b.marks[blob.ID(id)]; is {
+			damaged[number] = struct{}{}
+		}
+		return nil
+	})
 }
 
 // pageWriter packs items into pages.

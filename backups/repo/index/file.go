@@ -20,11 +20,11 @@ type Pack struct {
 	Entries []pack.Entry // valid until the call that got the Pack returns
 	Hidden  bool         // a sweep is about to delete the pack: no new backup may rely on the pack
 	Time    time.Time    // since when the pack is hidden
+	Damaged bool         // a verification marked the pack: no new backup may rely on it; the mark has no entries
 }
 
-// Scan reads an index file and calls each with the packs in the file. session is the session of Drover that wrote the
-// file, if any. Scan ignores unknown fields, and "supersedes",
-// which no current program writes. An error of kind Corrupt says that the file is no index file; other errors are those
+// Scan reads an index file and calls each with the packs and the marks in the file. session is the session of Drover
+// that wrote the file, if any. Scan ignores unknown fields, and "supersedes", which no current program writes. An error of kind Corrupt says that the file is no index file; other errors are those
 // of file and of each.
 func Scan(file io.Reader, each func(Pack) error) (session string, err error) {
 	f := fileScanner{scanner: newScanner(file), each: each}
@@ -36,6 +36,8 @@ func Scan(file io.Reader, each func(Pack) error) (session string, err error) {
 			f.array(func() { f.pack(true) })
 		case sessionField:
 			session = string(f.text())
+		case damagedField:
+			f.array(f.mark)
 		default:
 			f.skip(0)
 		}
@@ -71,6 +73,12 @@ func (f *fileScanner) pack(hidden bool) {
 	if f.err == nil {
 		p.Entries = f.entries
 		f.err = f.each(p)
+	}
+}
+
+func (f *fileScanner) mark() {
+	if id := f.id(); f.err == nil {
+		f.err = f.each(Pack{ID: id, Damaged: true})
 	}
 }
 
@@ -133,6 +141,10 @@ func (f *fileScanner) time() (t time.Time) {
 // sessionField names the session that wrote an index file. Other programs ignore the field.
 const sessionField = "droverSession"
 
+// damagedField lists packs that a verification found damaged or missing. Other programs ignore the field, and drop it
+// when they write the index again: the next verification finds the damage again.
+const damagedField = "droverDamaged"
+
 // Sum is the same for equal lists of entries.
 func (p *Pack) Sum() (sum blob.ID) {
 	h := sha256.New()
@@ -153,21 +165,26 @@ func (p *Pack) Sum() (sum blob.ID) {
 type FileBuilder struct {
 	Session        string // letters and digits; empty: none
 	live, hidden   []byte
+	damaged        []byte
 	packs, entries int
 }
 
 // Add adds a pack. The file is full when Full says so; a larger pack than the file's room still belongs into one file.
 func (f *FileBuilder) Add(p Pack) {
+	if f.packs++; p.Damaged {
+		f.damaged = appendMark(f.damaged, p.ID)
+		f.entries++
+		return
+	}
 	to := &f.live
 	if p.Hidden {
 		to = &f.hidden
 	}
 	*to = appendPack(*to, p)
-	f.packs++
 	f.entries += len(p.Entries)
 }
 
-// Packs is how many packs the file names.
+// Packs is how many packs and marks the file names.
 func (f *FileBuilder) Packs() int { return f.packs }
 
 // Full reports whether the file with n more blobs would be larger than FileBlobs.
@@ -183,7 +200,17 @@ func (f *FileBuilder) Bytes() []byte {
 	if len(f.hidden) > 0 {
 		b = append(append(append(b, `,"packs_to_delete":[`...), f.hidden...), ']')
 	}
+	if len(f.damaged) > 0 {
+		b = append(append(append(b, `,"`+damagedField+`":[`...), f.damaged...), ']')
+	}
 	return append(b, '}')
+}
+
+func appendMark(b []byte, id blob.ID) []byte {
+	if len(b) > 0 {
+		b = append(b, ',')
+	}
+	return append(append(append(b, '"'), id.String()...), '"')
 }
 
 func appendPack(b []byte, p Pack) []byte {

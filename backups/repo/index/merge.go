@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"encoding/binary"
 	"io"
+	"slices"
 )
 
 // mergeSource is a sorted stream of entries. The queue of a merge has the sources as a binary heap.
@@ -18,23 +19,39 @@ func (s *mergeSource) less(o *mergeSource) bool {
 	return c < 0 || c == 0 && s.rank < o.rank
 }
 
-// merge writes all entries in order, each blob once, and returns their number.
+// merge writes all entries in order, the best copies of each blob, and returns their number.
 func (b *TableBuilder) merge(w *pageWriter, prefixes *[]uint64) (records int64, err error) {
+	damaged, err := b.damagedNumbers()
+	if err != nil {
+		return 0, err
+	}
 	queue, err := b.sources()
 	if err != nil {
 		return 0, err
 	}
-	var last record
+	var copies []record // of one blob
 	var item [recordSize]byte
-	for len(queue) > 0 && w.err == nil {
-		s := queue[0]
-		if records == 0 || s.compare(&last) != 0 {
-			last = s.record
-			last.encode(item[:])
+	write := func() {
+		for _, r := range bestCopies(copies) {
+			r.encode(item[:])
 			if w.add(item[:]) {
-				*prefixes = append(*prefixes, binary.BigEndian.Uint64(last.id[:]))
+				*prefixes = append(*prefixes, binary.BigEndian.Uint64(r.id[:]))
 			}
 			records++
+		}
+		copies = copies[:0]
+	}
+	for len(queue) > 0 && w.err == nil {
+		s := queue[0]
+		r := s.record
+		if _, is := damaged[r.number()]; is {
+			r.pack |= damagedBit
+		}
+		if len(copies) > 0 && r.compare(&copies[0]) != 0 {
+			write()
+		}
+		if len(copies) < copiesRead {
+			copies = append(copies, r)
 		}
 		ok, err := s.next(&s.record)
 		if err != nil {
@@ -46,8 +63,25 @@ func (b *TableBuilder) merge(w *pageWriter, prefixes *[]uint64) (records int64, 
 		}
 		siftDown(queue, 0)
 	}
+	write()
 	w.flush()
 	return records, w.err
+}
+
+// copiesRead bounds the memory for the entries of one blob.
+const copiesRead = 4096
+
+// bestCopies sorts the entries of a blob, and returns those that the table keeps. A hidden pack counts only if it has the
+// best copy, and sweeps alone look for hidden packs.
+func bestCopies(copies []record) []record {
+	slices.SortStableFunc(copies, func(x, y record) int { return x.order(&y) })
+	best := copies[:min(len(copies), 1)]
+	for _, r := range copies[len(best):] {
+		if len(best) < copiesLimit && !r.hidden() && !best[0].hidden() {
+			best = append(best, r)
+		}
+	}
+	return best
 }
 
 // sources returns the heap of all sources that have entries.

@@ -19,7 +19,7 @@ import (
 const (
 	pageSize   = 4096
 	headerSize = 16
-	tableMagic = "drover index 1\n\x00"
+	tableMagic = "drover index 2\n\x00"
 
 	recordSize = 32 + 4*4
 	prefixSize = 8
@@ -39,25 +39,31 @@ type Location struct {
 // record is an entry of a table.
 type record struct {
 	id                          blob.ID
-	pack, offset, length, plain uint32 // pack has a number and two bits
+	pack, offset, length, plain uint32 // pack has a number and three bits
 }
 
 // Bits of record.pack.
 const (
-	treeBit   = 1 << 31
-	hiddenBit = 1 << 30 // the pack is hidden
+	treeBit    = 1 << 31
+	hiddenBit  = 1 << 30 // the pack is hidden
+	damagedBit = 1 << 29 // a verification found the pack damaged
 )
 
-func (r *record) kind() blob.Kind { return blob.Kind(r.pack / treeBit) }
-func (r *record) number() uint32  { return r.pack &^ (treeBit | hiddenBit) }
-func (r *record) hidden() bool    { return r.pack&hiddenBit != 0 }
+// copiesLimit is how many entries of one blob a table keeps: the best ones.
+const copiesLimit = 8
 
-// order is compare for entries of one blob, too: that of a hidden pack comes last.
+func (r *record) kind() blob.Kind { return blob.Kind(r.pack / treeBit) }
+func (r *record) number() uint32  { return r.pack &^ (treeBit | hiddenBit | damagedBit) }
+func (r *record) hidden() bool    { return r.pack&hiddenBit != 0 }
+func (r *record) damaged() bool   { return r.pack&damagedBit != 0 }
+
+// order is compare for entries of one blob, too: that of a hidden pack comes after the others, those of damaged packs
+// come last.
 func (r *record) order(o *record) int {
 	if c := r.compare(o); c != 0 {
 		return c
 	}
-	return int(r.pack&hiddenBit) - int(o.pack&hiddenBit)
+	return int(r.pack>>29&1<<1|r.pack>>30&1) - int(o.pack>>29&1<<1|o.pack>>30&1)
 }
 
 func (r *record) compare(o *record) int {
@@ -168,13 +174,14 @@ func (t *Table) Len() int64 { return t.records.count }
 // Close closes the file.
 func (t *Table) Close() error { return t.file.Close() }
 
-// Has reports whether the table has a blob. An error of kind Corrupt says that the table is damaged.
+// Has reports whether the table has a blob, and not only in damaged packs. An error of kind Corrupt says that the table
+// is damaged.
 func (t *Table) Has(id blob.ID, kind blob.Kind) (bool, error) {
-	_, _, ok, err := t.search(id, kind)
-	return ok, err
+	r, _, ok, err := t.search(id, kind)
+	return ok && !r.damaged(), err
 }
 
-// Number returns the place of a blob among all blobs, in the order of Each. Errors are those of Has.
+// Number returns the place of a blob's best entry among all entries, in the order of Each. Errors are those of Has.
 func (t *Table) Number(id blob.ID, kind blob.Kind) (number int64, ok bool, err error) {
 	_, number, ok, err = t.search(id, kind)
 	return number, ok, err
@@ -183,9 +190,11 @@ func (t *Table) Number(id blob.ID, kind blob.Kind) (number int64, ok bool, err e
 // Row is an entry of a table.
 type Row struct {
 	pack.Entry
-	Number int64  // of the blob
+	Number int64  // of the entry; the first entry of a blob is the best one
 	Pack   uint32 // index of the pack in Packs
-	Hidden bool   // only hidden packs have the blob
+	Hidden bool   // the pack is hidden
+	// Damaged says that a verification marked the pack. If this is the first entry of a blob, no other pack has the blob.
+	Damaged bool
 }
 
 // Each calls row with all entries, in the order of the ids. Errors are those of Has and row.
@@ -197,7 +206,7 @@ func (t *Table) Each(row func(Row) error) error {
 			return err
 		}
 		e := pack.Entry{ID: r.id, Kind: r.kind(), Offset: r.offset, Length: r.length, Plain: r.plain}
-		if err := row(Row{e, number, r.number(), r.hidden()}); err != nil {
+		if err := row(Row{e, number, r.number(), r.hidden(), r.damaged()}); err != nil {
 			return err
 		}
 	}
@@ -211,18 +220,53 @@ func (t *Table) Packs() (names []blob.ID, err error) {
 	})
 }
 
-// Find returns the location of a blob. Errors are those of Has.
+// Find returns the best location of a blob. Errors are those of Has.
 func (t *Table) Find(id blob.ID, kind blob.Kind) (Location, bool, error) {
 	r, _, ok, err := t.search(id, kind)
 	if err != nil || !ok {
 		return Location{}, false, err
 	}
-	l := Location{Entry: pack.Entry{ID: id, Kind: kind, Offset: r.offset, Length: r.length, Plain: r.plain}}
+	l, err := t.locate(&r)
+	return l, err == nil, err
+}
+
+// FindAll returns all locations of a blob that the table has, the best first. Errors are those of Has.
+func (t *Table) FindAll(id blob.ID, kind blob.Kind) (all []Location, err error) {
+	_, number, ok, err := t.search(id, kind)
+	if err != nil || !ok {
+		return nil, err
+	}
+	page := pagePool.Get().(*[pageSize]byte)
+	defer pagePool.Put(page)
+	for ; number < t.records.count; number++ {
+		at := int(number%t.records.perPage()) * recordSize
+		items, err := t.readPage(page, t.records.first+number/t.records.perPage())
+		if err != nil {
+			return nil, err
+		}
+		if at+recordSize > len(items) {
+			return nil, api.Errorf(api.Corrupt, "index table: entry %d does not exist", number)
+		}
+		var r record
+		if r.decode(items[at:]); r.id != id || r.kind() != kind {
+			break
+		}
+		l, err := t.locate(&r)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, l)
+	}
+	return all, nil
+}
+
+func (t *Table) locate(r *record) (l Location, err error) {
+	l.Entry = pack.Entry{ID: r.id, Kind: r.kind(), Offset: r.offset, Length: r.length, Plain: r.plain}
 	if err := l.Check(); err != nil {
-		return Location{}, false, err
+		return Location{}, err
 	}
 	l.Pack, err = t.packName(r.number())
-	return l, err == nil, err
+	return l, err
 }
 
 func (t *Table) search(id blob.ID, kind blob.Kind) (r record, number int64, ok bool, err error) {

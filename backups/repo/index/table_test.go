@@ -102,13 +102,21 @@ func TestTableEqualsMap(t *testing.T) {
 
 func compareTable(t *testing.T, random *rand.Rand, table *Table, want map[handle]map[Location]bool) {
 	t.Helper()
-	if table.Len() != int64(len(want)) {
-		t.Errorf("the table has %d blobs, want %d", table.Len(), len(want))
+	entries := 0
+	for _, locations := range want {
+		entries += min(len(locations), copiesLimit)
+	}
+	if table.Len() != int64(entries) {
+		t.Errorf("the table has %d entries, want %d", table.Len(), entries)
 	}
 	for h, locations := range want {
 		l, ok, err := table.Find(h.id, h.kind)
 		if err != nil || !ok || !locations[l] {
 			t.Fatalf("blob %v: found %v at %+v: %v", h, ok, l, err)
+		}
+		all, err := table.FindAll(h.id, h.kind)
+		if err != nil || len(all) != min(len(locations), copiesLimit) || all[0] != l {
+			t.Fatalf("blob %v: found at %+v, %v; want %d locations", h, all, err, len(locations))
 		}
 		other := handle{h.id, 1 - h.kind}
 		if random.IntN(2) == 0 {
@@ -262,5 +270,37 @@ func BenchmarkTable(b *testing.B) {
 			b.ReportMetric(float64(after.HeapAlloc)/(1<<20), "MiB-resident")
 			must(b, table.Close())
 		})
+	}
+}
+
+// TestMarkedPackIsTheLastChoice: a blob of a marked pack counts as missing, unless another pack has it, which is the
+// better choice then. The order of packs and marks does not matter, and a table keeps its marks.
+func TestMarkedPackIsTheLastChoice(t *testing.T) {
+	entry := func(n byte) pack.Entry { return pack.Entry{ID: blob.ID{n}, Length: 100, Offset: uint32(n)} }
+	damaged := Pack{ID: blob.ID{1}, Entries: []pack.Entry{entry(1), entry(2)}}
+	good := Pack{ID: blob.ID{2}, Entries: []pack.Entry{entry(2)}}
+	mark := Pack{ID: blob.ID{1}, Damaged: true}
+	for i, steps := range [][][]Pack{{{damaged, good, mark}}, {{mark, good, damaged}}, {{damaged}, {mark}, {good}},
+		{{good, damaged}, {mark}}, {{damaged, mark}, {good}}} {
+		folder := t.TempDir()
+		var table *Table
+		for _, packs := range steps {
+			old := table
+			table = build(t, folder, "index", old, 1000, packs)
+			if old != nil {
+				must(t, old.Close())
+			}
+		}
+		if has, err := table.Has(blob.ID{1}, blob.Data); has || err != nil {
+			t.Errorf("case %d: the table has a blob of a marked pack: %v, %v", i, has, err)
+		}
+		if has, err := table.Has(blob.ID{2}, blob.Data); !has || err != nil {
+			t.Errorf("case %d: the table lacks a blob of another pack: %v, %v", i, has, err)
+		}
+		all, err := table.FindAll(blob.ID{2}, blob.Data)
+		if err != nil || len(all) != 2 || all[0].Pack != good.ID || all[1].Pack != damaged.ID {
+			t.Errorf("case %d: found at %+v, %v; want the good pack first", i, all, err)
+		}
+		must(t, table.Close())
 	}
 }
