@@ -33,7 +33,7 @@ type BackupTarget struct {
 
 // BackupTargetSpec is the wish.
 type BackupTargetSpec struct {
-	// BackupTargetURL says where the store is: file:///PATH, a folder that every node has, or s3://BUCKET@REGION/PATH.
+	// BackupTargetURL says where the store is, in a form of TargetURLs.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=1024
 	BackupTargetURL string `json:"backupTargetURL"`
@@ -123,6 +123,12 @@ type BackupTargetList struct {
 // DefaultPollInterval is the interval of a target that names none.
 const DefaultPollInterval = 5 * time.Minute
 
+// TargetURLs are the forms of URLs of stores: a folder that every node has, an NFS export, an SMB share, a bucket.
+const TargetURLs = "file:///PATH, nfs://HOST:/PATH, cifs://HOST/SHARE/PATH or s3://BUCKET@REGION/PATH"
+
+// TargetSchemes are the schemes of TargetURLs, with their other names.
+var TargetSchemes = []string{"file", "vfs", "nfs", "cifs", "smb", "s3"}
+
 // Keys of a target's Secret, as Longhorn names them, and the keys of the repository. A missing key is not used.
 const (
 	SecretAccessKey    = "AWS_ACCESS_KEY_ID"
@@ -134,6 +140,8 @@ const (
 	SecretHTTPProxy    = "HTTP_PROXY"
 	SecretHTTPSProxy   = "HTTPS_PROXY"
 	SecretNoProxy      = "NO_PROXY"
+	SecretCIFSUser     = "CIFS_USERNAME" // of an SMB share; empty: a guest
+	SecretCIFSPassword = "CIFS_PASSWORD"
 	// SecretBackupPassword is the password of the repository; without it, the repository has the published password.
 	SecretBackupPassword = "BACKUP_PASSWORD"
 	// SecretResticPassword is another name of SecretBackupPassword.

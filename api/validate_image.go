@@ -148,7 +148,7 @@ func (s *BackingImageSpec) validateParameters() error {
 		}
 	case SourceRestore:
 		u, err := url.Parse(s.SourceParameters[RestoreBackupURL])
-		if err != nil || u.Scheme == "" || u.User != nil || u.Query().Get("backup") == "" || u.Query().Get("volume") == "" {
+		if err != nil || u.Scheme == "" || hasPassword(u) || u.Query().Get("backup") == "" || u.Query().Get("volume") == "" {
 			// The text may hold a password.
 			return Errorf(Invalid, "parameter %s is no URL of a backup: copy status.url of the Backup", RestoreBackupURL)
 		}
@@ -158,4 +158,10 @@ func (s *BackingImageSpec) validateParameters() error {
 		}
 	}
 	return nil
+}
+
+// hasPassword reports whether a URL has a password. A user alone is a bucket, a container or a login name.
+func hasPassword(u *url.URL) bool {
+	_, has := u.User.Password()
+	return has
 }

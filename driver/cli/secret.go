@@ -37,8 +37,8 @@ func parseSecret(s string) (*api.SecretRef, error) {
 
 // secretKeys are the keys that a file of credentials may have. A certificate has several lines.
 var secretKeys = []string{api.SecretAccessKey, api.SecretSecretKey, api.SecretSessionToken, api.SecretEndpoints,
-	api.SecretVirtualHost, api.SecretHTTPProxy, api.SecretHTTPSProxy, api.SecretNoProxy, api.SecretBackupPassword,
-	api.SecretResticPassword}
+	api.SecretVirtualHost, api.SecretHTTPProxy, api.SecretHTTPSProxy, api.SecretNoProxy, api.SecretCIFSUser,
+	api.SecretCIFSPassword, api.SecretBackupPassword, api.SecretResticPassword}
 
 // readValues reads the files that the flags name, as the content of a Secret; no file is nil. Errors name files, lines
 // and keys, and never print a value.

@@ -39,14 +39,16 @@ type targetFlags struct {
 func (a *app) targetCreate() *cobra.Command {
 	var f targetFlags
 	c := &cobra.Command{
-		Use: "create [NAME] URL", Short: "Use a folder or a bucket as the store of backups",
+		Use: "create [NAME] URL", Short: "Use a folder, a share or a bucket as the store of backups",
 		Long: "Makes a backup target and waits until a node can use it; an empty store gets a new repository. Without\n" +
 			"NAME the target is \"" + api.DefaultBackupTarget + "\", which backups use that name no target.\n" +
 			"\n" +
-			"file:///PATH is a folder that every node has under this path, for example a mounted share.\n" +
-			"s3://BUCKET@REGION/PATH is a bucket; a Secret has the credentials. Drover encrypts all backups with the\n" +
-			"password of the Secret; without a password, with a published one that keeps nothing secret.",
+			"file:///PATH is a folder that every node has under this path. nfs://HOST:/PATH is an NFS export and\n" +
+			"cifs://HOST/SHARE/PATH an SMB share, which Drover mounts for itself. s3://BUCKET@REGION/PATH is a bucket.\n" +
+			"A Secret has the credentials. Drover encrypts all backups with the password of the Secret; without a\n" +
+			"password, with a published one that keeps nothing secret.",
 		Example: "  drover target create file:///mnt/backups --password-file ./password\n" +
+			"  drover target create nas nfs://nas.example:/exports/backups --password-file ./password\n" +
 			"  drover target create offsite s3://backups@eu-west-1/drover --credentials-file ./s3.env\n" +
 			"  drover target create offsite s3://backups@eu-west-1/drover --secret logins/s3",
 		Args: checkArgs(cobra.RangeArgs(1, 2)),
@@ -141,18 +143,20 @@ func createTarget(ctx context.Context, c client.Client, t *api.BackupTarget, opt
 // store has the last word. The error never prints a URL with a password.
 func checkAddress(address string) error {
 	u, err := url.Parse(address)
-	if err != nil || u.Scheme != "file" && u.Scheme != "vfs" && u.Scheme != "s3" {
-		return usagef("the address of a store is file:///PATH or s3://BUCKET@REGION/PATH")
+	if err != nil || !slices.Contains(api.TargetSchemes, u.Scheme) {
+		return usagef("the address of a store is %s", api.TargetURLs)
 	}
 	if _, has := u.User.Password(); has {
 		return usagef("the address of a store has no credentials, because every reader of targets sees the address: write " +
 			"the credentials into a file and name the file with --credentials-file")
 	}
-	switch {
+	switch inFolder := u.Scheme == "file" || u.Scheme == "vfs"; {
 	case u.Scheme == "s3" && u.Host == "" && u.User == nil:
 		return usagef("%s names no bucket: write s3://BUCKET@REGION/PATH", address)
-	case u.Scheme != "s3" && (u.Host != "" || u.Path == "" || u.Path == "/"):
+	case inFolder && (u.Host != "" || u.Path == "" || u.Path == "/"):
 		return usagef("%s names no folder: write file:///PATH, with three slashes", address)
+	case !inFolder && u.Host == "":
+		return usagef("%s names no server: write %s", address, api.TargetURLs)
 	}
 	return nil
 }

@@ -13,6 +13,7 @@ import (
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/address"
+	"drover.io/drover/backups/target/share"
 )
 
 // connection is an open store with the password of its repository.
@@ -44,17 +45,19 @@ func (r *Repositories) cacheOf(t *api.BackupTarget) string {
 	return filepath.Join(r.cache, string(t.UID))
 }
 
-// openAddress is the default of Options.OpenStore.
-func openAddress(ctx context.Context, url string, secret map[string][]byte) (target.Store, error) {
-	a, err := address.Parse(url)
-	if err != nil {
-		return nil, &fault{api.ReasonBadURL, err}
+// addressOpener is the default of Options.OpenStore. Shares are mounted below the folder mounts.
+func addressOpener(mounts *share.Mounts) func(context.Context, string, map[string][]byte) (target.Store, error) {
+	return func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error) {
+		a, err := address.Parse(url)
+		if err != nil {
+			return nil, &fault{api.ReasonBadURL, err}
+		}
+		store, err := a.Open(ctx, secret, mounts)
+		if api.Is(err, api.Invalid) {
+			err = &fault{api.ReasonBadSecret, err}
+		}
+		return store, err
 	}
-	store, err := a.Open(ctx, secret)
-	if api.Is(err, api.Invalid) {
-		err = &fault{api.ReasonBadSecret, err}
-	}
-	return store, err
 }
 
 func (c *connection) close() error {

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"drover.io/drover/backups/target"
+	"drover.io/drover/backups/target/share"
 )
 
 // Options of the work for BackupTargets. The zero value of a field stands for its default.
@@ -13,6 +14,8 @@ type Options struct {
 	Log *slog.Logger
 	// Cache is the folder for the index tables of repositories; one folder for each target below.
 	Cache string
+	// Mounts is the folder where shares of file servers are mounted for a moment.
+	Mounts string
 	// Now is the clock of intervals; time.Now.
 	Now func() time.Time
 	// Retry is the interval between two attempts after a failure; 1 min.
@@ -45,7 +48,7 @@ func (o Options) withDefaults() Options {
 		o.Now = time.Now
 	}
 	if o.OpenStore == nil {
-		o.OpenStore = openAddress
+		o.OpenStore = addressOpener(share.NewMounts(o.Mounts))
 	}
 	for _, d := range []*time.Duration{&o.Retry, &o.Confirm, &o.SweepDelay} {
 		if *d <= 0 {

@@ -241,7 +241,7 @@ func (h *hooks) open(ctx context.Context, url string, secret map[string][]byte) 
 	if err := h.begin(ctx, "open", url); err != nil {
 		return nil, err
 	}
-	s, err := openAddress(ctx, url, secret)
+	s, err := addressOpener(nil)(ctx, url, secret)
 	if err != nil {
 		return nil, err
 	}

@@ -1,5 +1,6 @@
 // Package address turns the URL and the Secret of a BackupTarget into a store. Users of Longhorn know the URLs:
-// file:///PATH (or vfs:///PATH) for a folder that every node has, and s3://BUCKET@REGION/PATH.
+// file:///PATH (or vfs:///PATH) for a folder that every node has, nfs://HOST:/PATH, cifs://HOST/SHARE/PATH and
+// s3://BUCKET@REGION/PATH.
 //
 // Invariants: no error holds a value of the Secret, nor user information of the URL; Parse reaches no network and no
 // file; the store of Open answers or fails in time, also on the share of a dead file server. The package starts no
@@ -20,11 +21,13 @@ import (
 	"drover.io/drover/backups/target/bounded"
 	"drover.io/drover/backups/target/folder"
 	"drover.io/drover/backups/target/s3"
+	"drover.io/drover/backups/target/share"
 )
 
 // Address is a checked URL of a BackupTarget.
 type Address struct {
-	folder string // of a folder store; empty for S3
+	folder string      // of a folder store
+	share  share.Share // of a store on a file server
 
 	bucket, region, prefix string
 }
@@ -34,32 +37,22 @@ type Address struct {
 func Parse(text string) (Address, error) {
 	u, err := url.Parse(text)
 	if err != nil { // the text of err repeats the URL
-		return Address{}, invalid("not a URL; write file:///PATH or s3://BUCKET@REGION/PATH")
+		return Address{}, invalid("not a URL; write " + api.TargetURLs)
 	}
-	switch u.Scheme {
-	case "file", "vfs", "s3":
-	case "":
-		return Address{}, invalid("has no scheme; write file:///PATH or s3://BUCKET@REGION/PATH")
-	case "nfs", "cifs", "smb":
-		return Address{}, api.Errorf(api.Unsupported, "URL of the backup target: %s:// is not supported; mount the share "+
-			"in the same folder of every node, and write file:///PATH", u.Scheme)
-	case "azblob", "sftp":
-		return Address{}, api.Errorf(api.Unsupported, "URL of the backup target: %s:// is not supported yet; use "+
-			"file:///PATH or s3://BUCKET@REGION/PATH", u.Scheme)
-	default:
+	parse := map[string]func(*url.URL) (Address, error){"file": parseFolder, "vfs": parseFolder, "nfs": parseShare,
+		"cifs": parseShare, "smb": parseShare, "s3": parseBucket}[u.Scheme]
+	switch _, hasPassword := u.User.Password(); {
+	case u.Scheme == "":
+		return Address{}, invalid("has no scheme; write " + api.TargetURLs)
+	case parse == nil:
 		return Address{}, api.Errorf(api.Unsupported, "URL of the backup target: the scheme is not supported; use "+
-			"file:///PATH or s3://BUCKET@REGION/PATH")
-	}
-	if strings.ContainsAny(text, "?#") {
+			api.TargetURLs)
+	case hasPassword:
+		return Address{}, invalid("has a password; write credentials into the target's Secret")
+	case optionsKeys[u.Scheme] == "" && strings.ContainsAny(text, "?#"):
 		return Address{}, invalid("has a query or a fragment; remove the part from '?' or '#' on")
 	}
-	if _, has := u.User.Password(); has {
-		return Address{}, invalid("has a password; write credentials into the target's Secret")
-	}
-	if u.Scheme == "s3" {
-		return parseBucket(u)
-	}
-	return parseFolder(u)
+	return parse(u)
 }
 
 func invalid(cause string) error {
@@ -85,6 +78,31 @@ func parseFolder(u *url.URL) (Address, error) {
 			"character; write the plain path")
 	}
 	return Address{folder: root}, nil
+}
+
+// optionsKeys has the parameters of URLs with options of the mount.
+var optionsKeys = map[string]string{"nfs": "nfsOptions", "cifs": "cifsOptions", "smb": "cifsOptions"}
+
+// parseShare parses nfs://HOST:/PATH?nfsOptions=OPTIONS and cifs://HOST/SHARE/PATH?cifsOptions=OPTIONS.
+func parseShare(u *url.URL) (Address, error) {
+	key, kind := optionsKeys[u.Scheme], share.NFS
+	if u.Scheme != "nfs" {
+		kind = share.CIFS
+	}
+	query, err := url.ParseQuery(u.RawQuery)
+	switch {
+	case u.User != nil:
+		return Address{}, invalid("has a user; write credentials into the target's Secret")
+	case u.Opaque != "" || u.Port() != "":
+		return Address{}, invalid("has no host, or a port; write " + api.TargetURLs + ", and a port as " + key + "=port=PORT")
+	case err != nil || u.Fragment != "" || len(query) > 1 || len(query) == 1 && len(query[key]) != 1:
+		return Address{}, invalid("has a query or a fragment that is not allowed; write at most ?" + key + "=OPTION,OPTION")
+	}
+	s, err := share.New(kind, u.Hostname(), u.Path, query.Get(key))
+	if err != nil {
+		return Address{}, api.Errorf(api.Invalid, "URL of the backup target: %w", err)
+	}
+	return Address{share: s}, nil
 }
 
 var (
@@ -121,22 +139,31 @@ func parseBucket(u *url.URL) (Address, error) {
 }
 
 // Open opens the store with the Secret of the target, which may be nil. The caller closes the store if it is an
-// io.Closer. A folder must exist; S3 sends no request.
-func (a Address) Open(ctx context.Context, secret map[string][]byte) (target.Store, error) {
-	if a.folder == "" {
+// io.Closer. A folder must exist; a share is mounted by mounts; S3 sends no request.
+func (a Address) Open(ctx context.Context, secret map[string][]byte, mounts *share.Mounts) (target.Store, error) {
+	switch {
+	case a.bucket != "":
 		config, err := a.bucketConfig(secret)
 		if err != nil {
 			return nil, err
 		}
-		store, err := s3.New(config)
+		return opened(s3.New(config))
+	case a.share != share.Share{}:
+		login, err := a.shareLogin(secret)
 		if err != nil {
-			return nil, err // not the nil *s3.Store
+			return nil, err
 		}
-		return store, nil
+		return opened(bounded.Open(ctx, a.share.String(), func(ctx context.Context) (target.Store, error) {
+			return opened(mounts.Open(ctx, a.share, login))
+		}))
 	}
-	store, err := bounded.Open(ctx, "folder store "+a.folder, func(ctx context.Context) (target.Store, error) {
-		return folder.Open(ctx, a.folder)
-	})
+	return opened(bounded.Open(ctx, "folder store "+a.folder, func(ctx context.Context) (target.Store, error) {
+		return opened(folder.Open(ctx, a.folder))
+	}))
+}
+
+// opened is a store, or nil, and not a nil pointer in the interface.
+func opened[S target.Store](store S, err error) (target.Store, error) {
 	if err != nil {
 		return nil, err
 	}

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/target/share"
 	"drover.io/drover/backups/target/targettest"
 	"drover.io/drover/block/suite"
 )
@@ -53,8 +54,24 @@ func TestBadURLsAreRefused(t *testing.T) {
 		"/mnt/hush":                             api.Invalid,
 		"http://hush/a":                         api.Unsupported,
 		"hush://a/b":                            api.Unsupported,
-		"nfs://server/hush":                     api.Unsupported,
-		"cifs://user:hush@server/a":             api.Unsupported,
+		"nfs://hush/a?x=y":                      api.Invalid,
+		"nfs://hush/a?nfsOptions=suid":          api.Invalid,
+		"nfs://hush/a?nfsOptions=a&nfsOptions=": api.Invalid,
+		"nfs://hush/a?cifsOptions=soft":         api.Invalid,
+		"nfs://hush/a?nfsOptions=soft;":         api.Invalid,
+		"nfs://hush/a?nfsOptions=soft%2Cexec":   api.Invalid,
+		"nfs://hush/a?nfsOptions=vers=4%0a":     api.Invalid,
+		"nfs://hush/a#b":                        api.Invalid,
+		"nfs://hush:2049/a":                     api.Invalid,
+		"nfs://hush":                            api.Invalid,
+		"nfs://hush:/a/../b":                    api.Invalid,
+		"nfs:///hush":                           api.Invalid,
+		"nfs:hush:/a":                           api.Invalid,
+		"nfs://hush@server/a":                   api.Invalid,
+		"cifs://user:hush@server/a":             api.Invalid,
+		"cifs://hush@server/a":                  api.Invalid,
+		"cifs://hush/":                          api.Invalid,
+		"smb://server/a?cifsOptions=pass=hush":  api.Invalid,
 		"azblob://hush@core.windows.net/a":      api.Unsupported,
 		"sftp://user:hush@server/a":             api.Unsupported,
 		"%hush://":                              api.Invalid,
@@ -107,6 +124,28 @@ func TestBadURLsAreRefused(t *testing.T) {
 	}
 }
 
+// TestURLsOfShares: Parse reads Longhorn's URLs of NFS exports and SMB shares.
+func TestURLsOfShares(t *testing.T) {
+	for text, want := range map[string]struct {
+		kind                share.Kind
+		host, path, options string
+	}{
+		"nfs://server:/exports/a":                           {share.NFS, "server", "/exports/a", ""},
+		"nfs://server/exports/a/":                           {share.NFS, "server", "/exports/a", ""},
+		"nfs://[2001:db8::1]:/a":                            {share.NFS, "2001:db8::1", "/a", ""},
+		"nfs://server:/a?nfsOptions=soft,timeo=330":         {share.NFS, "server", "/a", "soft,timeo=330"},
+		"nfs://server:/a?nfsOptions=soft%2Cretrans%3D3":     {share.NFS, "server", "/a", "soft,retrans=3"},
+		"cifs://server/share/a%20b":                         {share.CIFS, "server", "/share/a b", ""},
+		"smb://192.0.2.1/share?cifsOptions=vers=3.1.1,seal": {share.CIFS, "192.0.2.1", "/share", "vers=3.1.1,seal"},
+	} {
+		s, err := share.New(want.kind, want.host, want.path, want.options)
+		must(t, err)
+		if got, err := Parse(text); err != nil || got != (Address{share: s}) {
+			t.Errorf("%s: %+v, %v; want %+v", text, got, err, s)
+		}
+	}
+}
+
 // TestFolderMustExist: Open opens a folder that exists, as a store that keeps objects there, and never makes a missing
 // folder.
 func TestFolderMustExist(t *testing.T) {
@@ -114,7 +153,7 @@ func TestFolderMustExist(t *testing.T) {
 	for _, scheme := range []string{"file", "vfs"} {
 		a, err := Parse(scheme + "://" + root)
 		must(t, err)
-		store, err := a.Open(t.Context(), nil)
+		store, err := a.Open(t.Context(), nil, nil)
 		must(t, err)
 		must(t, store.Put(t.Context(), scheme+"/a", []byte("a")))
 		if _, err := os.Stat(filepath.Join(root, scheme, "a")); err != nil {
@@ -124,7 +163,7 @@ func TestFolderMustExist(t *testing.T) {
 	}
 	a, err := Parse("file://" + root + "/missing")
 	must(t, err)
-	if store, err := a.Open(t.Context(), nil); store != nil || !api.Is(err, api.Unavailable) {
+	if store, err := a.Open(t.Context(), nil, nil); store != nil || !api.Is(err, api.Unavailable) {
 		t.Errorf("open of a missing folder: %v, %v", store, err)
 	}
 	if _, err := os.Stat(root + "/missing"); !os.IsNotExist(err) {
@@ -132,7 +171,7 @@ func TestFolderMustExist(t *testing.T) {
 	}
 	a, err = Parse("file://" + root)
 	must(t, err)
-	store, err := a.Open(t.Context(), nil)
+	store, err := a.Open(t.Context(), nil, nil)
 	must(t, err)
 	if got := targettest.List(t, store, ""); len(got) != 2 {
 		t.Errorf("the folder has %v, want two objects", got)
@@ -158,11 +197,11 @@ func TestHangingMountIsUnavailable(t *testing.T) {
 	must(t, err)
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	if _, err := a.Open(ctx, nil); !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := a.Open(ctx, nil, nil); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("open while the server hangs: %v", err)
 	}
 	closeServer()
-	if _, err := a.Open(t.Context(), nil); !api.Is(err, api.Unavailable) || !errors.Is(err, unix.ENOTCONN) {
+	if _, err := a.Open(t.Context(), nil, nil); !api.Is(err, api.Unavailable) || !errors.Is(err, unix.ENOTCONN) {
 		t.Errorf("open on a broken mount: %v", err)
 	}
 }

@@ -8,6 +8,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target/s3"
+	"drover.io/drover/backups/target/share"
 )
 
 // secretRoleARN is Longhorn's key for credentials of a role, which Drover cannot use yet.
@@ -35,6 +36,29 @@ func value(secret map[string][]byte, key string) string {
 	return strings.TrimRight(string(secret[key]), "\r\n")
 }
 
+// refuseControl refuses values of the keys with control characters.
+func refuseControl(secret map[string][]byte, keys ...string) error {
+	for _, key := range keys {
+		if strings.ContainsFunc(value(secret, key), unicode.IsControl) {
+			return api.Errorf(api.Invalid, "Secret of the backup target: %s has a control character; remove it", key)
+		}
+	}
+	return nil
+}
+
+// shareLogin are the credentials of an SMB share. NFS has none.
+func (a Address) shareLogin(secret map[string][]byte) (share.Credentials, error) {
+	if !a.share.Is(share.CIFS) {
+		return share.Credentials{}, nil
+	}
+	login := share.Credentials{User: value(secret, api.SecretCIFSUser), Password: value(secret, api.SecretCIFSPassword)}
+	if login.User == "" && login.Password != "" {
+		return share.Credentials{}, api.Errorf(api.Invalid, "Secret of the backup target: %s is missing; give %s and %s",
+			api.SecretCIFSUser, api.SecretCIFSUser, api.SecretCIFSPassword)
+	}
+	return login, refuseControl(secret, api.SecretCIFSUser, api.SecretCIFSPassword)
+}
+
 // bucketConfig is the configuration of an S3 store.
 func (a Address) bucketConfig(secret map[string][]byte) (s3.Config, error) {
 	if value(secret, secretRoleARN) != "" {
@@ -47,12 +71,9 @@ func (a Address) bucketConfig(secret map[string][]byte) (s3.Config, error) {
 				api.SecretAccessKey, api.SecretSecretKey)
 		}
 	}
-	for _, key := range []string{api.SecretAccessKey, api.SecretSecretKey, api.SecretSessionToken, api.SecretEndpoints,
-		api.SecretNoProxy} {
-		if strings.ContainsFunc(value(secret, key), unicode.IsControl) {
-			return s3.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s has a control character; remove it",
-				key)
-		}
+	if err := refuseControl(secret, api.SecretAccessKey, api.SecretSecretKey, api.SecretSessionToken, api.SecretEndpoints,
+		api.SecretNoProxy); err != nil {
+		return s3.Config{}, err
 	}
 	config := s3.Config{
 		Endpoint:     value(secret, api.SecretEndpoints),

@@ -16,6 +16,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target/s3"
+	"drover.io/drover/backups/target/share"
 )
 
 // The pauses of the library between tries.
@@ -86,7 +87,7 @@ func TestRequestsFollowTheSecret(t *testing.T) {
 		"PUT " + strings.TrimPrefix(secure.URL, "https://") + "/backups/p/a true": secretWith(api.SecretEndpoints,
 			secure.URL, api.SecretCert, cert),
 	} {
-		store, err := a.Open(t.Context(), secret)
+		store, err := a.Open(t.Context(), secret, nil)
 		must(t, err)
 		must(t, store.Put(t.Context(), "a", []byte("a")))
 		must(t, store.(io.Closer).Close())
@@ -122,7 +123,7 @@ func TestBadSecretsAreRefused(t *testing.T) {
 		{secretWith(api.SecretHTTPProxy, "ftp://proxy"), api.Invalid, "HTTP_PROXY is not a URL"},
 		{secretWith(api.SecretHTTPSProxy, "http://"), api.Invalid, "HTTPS_PROXY is not a URL"},
 	} {
-		if store, err := a.Open(t.Context(), c.secret); store != nil || !api.Is(err, c.kind) ||
+		if store, err := a.Open(t.Context(), c.secret, nil); store != nil || !api.Is(err, c.kind) ||
 			!strings.Contains(err.Error(), c.text) {
 			t.Errorf("%v: %v of kind %v, want kind %v and %q", store, err, api.KindOf(err), c.kind, c.text)
 		}
@@ -149,7 +150,7 @@ func TestErrorsHoldNoValueOfTheSecret(t *testing.T) {
 			}
 			_, _, failure := Password(secret)
 			errs := []error{failure}
-			store, err := a.Open(t.Context(), secret)
+			store, err := a.Open(t.Context(), secret, nil)
 			if errs = append(errs, err); err == nil && !(key == api.SecretHTTPProxy && value == mark) {
 				errs = append(errs, store.Put(t.Context(), "a", []byte("a")))
 			}
@@ -195,5 +196,33 @@ func TestPasswordComesFromTheSecret(t *testing.T) {
 	_, _, err := Password(map[string][]byte{api.SecretBackupPassword: []byte("a"), api.SecretResticPassword: []byte("b")})
 	if !api.Is(err, api.Invalid) || !strings.Contains(err.Error(), "BACKUP_PASSWORD and RESTIC_PASSWORD differ") {
 		t.Errorf("two passwords: %v", err)
+	}
+}
+
+// TestSharesTakeTheirKeysAlone: an SMB share has the user and the password of the Secret, NFS and guests have none.
+func TestSharesTakeTheirKeysAlone(t *testing.T) {
+	secret := map[string][]byte{api.SecretCIFSUser: []byte("me\n"), api.SecretCIFSPassword: []byte("hush\n")}
+	for url, want := range map[string]share.Credentials{
+		"cifs://server/a": {User: "me", Password: "hush"}, "nfs://server/a": {},
+	} {
+		a, err := Parse(url)
+		must(t, err)
+		if got, err := a.shareLogin(secret); err != nil || got != want {
+			t.Errorf("%s: other credentials than wanted: %v", url, err)
+		}
+	}
+	a, err := Parse("cifs://server/a")
+	must(t, err)
+	if got, err := a.shareLogin(nil); err != nil || got != (share.Credentials{}) {
+		t.Errorf("a guest: %v, %v", got, err)
+	}
+	for _, bad := range []map[string][]byte{
+		{api.SecretCIFSPassword: []byte("hush")},
+		{api.SecretCIFSUser: []byte("me"), api.SecretCIFSPassword: []byte("a\nhush")},
+		{api.SecretCIFSUser: []byte("me\x00"), api.SecretCIFSPassword: []byte("hush")},
+	} {
+		if _, err := a.shareLogin(bad); !api.Is(err, api.Invalid) || strings.Contains(err.Error(), "hush") {
+			t.Errorf("a bad Secret: %v", err)
+		}
 	}
 }

@@ -13,12 +13,15 @@
 // of a Put until the call ends.
 //
 // Each goroutine belongs to a Store and ends with its inner call. Close waits for the goroutines, except for those that
-// hang. The mutex of registry guards maps and the states of calls; no call of a store happens under the mutex.
+// hang. The last to end closes the inner store. The mutex of registry guards maps and the states of calls; no call of a
+// store happens under the mutex.
 package bounded
 
 import (
 	"context"
 	"fmt"
+	"io"
+	"sync"
 	"time"
 
 	"drover.io/drover/api"
@@ -49,14 +52,18 @@ type Store struct {
 	inner target.Store
 	ctx   context.Context // ends with Close
 	end   context.CancelFunc
+
+	once    sync.Once
+	closed  chan struct{} // closed after the inner store
+	failure error         // of the inner Close; guarded by closed
 }
 
 var _ target.Store = (*Store)(nil)
 
 // Open opens the inner store with open, which may hang, too. The place names the store in errors, and is equal for
-// stores that hang together. The caller closes the Store; Close does not close the inner store.
+// stores that hang together. The caller closes the Store, which then closes an inner store that is an io.Closer.
 func Open(ctx context.Context, place string, open func(ctx context.Context) (target.Store, error)) (*Store, error) {
-	s := &Store{place: place}
+	s := &Store{place: place, closed: make(chan struct{})}
 	s.ctx, s.end = context.WithCancel(context.Background())
 	inner, err := run(ctx, s, call{action: "open the store", allowed: answerTime}, open)
 	if err != nil {
@@ -67,13 +74,16 @@ func Open(ctx context.Context, place string, open func(ctx context.Context) (tar
 	return s, nil
 }
 
-// Close ends the calls of the Store and waits for them. An error says how many calls still hang.
+// Close ends the calls of the Store, waits for them, and closes the inner store. An error says how many calls still
+// hang; the inner store is closed when they have returned.
 func (s *Store) Close() error {
 	s.end()
 	wait, cancel := context.WithTimeout(context.Background(), closeTime)
 	defer cancel()
+	own := calls.ofStore(s)
+	s.closeInner(own)
 	hanging := 0
-	for _, c := range calls.ofStore(s) {
+	for _, c := range own {
 		select {
 		case <-c.returned:
 			continue
@@ -92,7 +102,30 @@ func (s *Store) Close() error {
 	if hanging > 0 {
 		return api.Errorf(api.Unavailable, "%s: closed while operations hang (%d); check its server", s.place, hanging)
 	}
-	return nil
+	select {
+	case <-s.closed:
+		return s.failure
+	case <-wait.Done():
+		return api.Errorf(api.Unavailable, "%s: the end of the store hangs; check its server", s.place)
+	}
+}
+
+// closeInner closes the inner store, once, after own calls have returned. The goroutine hangs as long as a call hangs.
+func (s *Store) closeInner(own []*call) {
+	s.once.Do(func() {
+		inner, ok := s.inner.(io.Closer)
+		if !ok {
+			close(s.closed)
+			return
+		}
+		go func() {
+			defer close(s.closed)
+			for _, c := range own {
+				<-c.returned
+			}
+			s.failure = inner.Close()
+		}()
+	})
 }
 
 // String names the store in errors.

@@ -355,3 +355,54 @@ func TestCloseWaitsForCallsThatEnd(t *testing.T) {
 		must(t, s.Close())
 	})
 }
+
+// closingStore counts its Close calls, and how many operations ran then.
+type closingStore struct {
+	*innerStore
+	running, closed, during atomic.Int32
+}
+
+func (s *closingStore) Stat(ctx context.Context, name string) (target.Object, error) {
+	s.running.Add(1)
+	defer s.running.Add(-1)
+	return s.innerStore.Stat(ctx, name)
+}
+
+func (s *closingStore) Close() error {
+	s.closed.Add(1)
+	s.during.Add(s.running.Load())
+	return nil
+}
+
+// TestInnerStoreIsClosedAfterItsLastCall: the inner store is closed once, and not while a call of it still runs. A store
+// that Open opened after the caller had an error is closed, too.
+func TestInnerStoreIsClosedAfterItsLastCall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		release := make(chan struct{})
+		inner := &closingStore{innerStore: &innerStore{objects: map[string][]byte{}, before: func(string, string) { <-release }}}
+		s, err := Open(t.Context(), t.Name(), func(context.Context) (target.Store, error) { return inner, nil })
+		must(t, err)
+		if _, err := s.Stat(t.Context(), "a"); !api.Is(err, api.Unavailable) {
+			t.Errorf("stat: %v", err)
+		}
+		if err := s.Close(); !api.Is(err, api.Unavailable) {
+			t.Errorf("close while a call hangs: %v", err)
+		}
+		if n := inner.closed.Load(); n != 0 {
+			t.Errorf("the inner store was closed %d times while a call hung", n)
+		}
+		late := &closingStore{innerStore: inner.innerStore}
+		_, err = Open(t.Context(), t.Name(), func(context.Context) (target.Store, error) { <-release; return late, nil })
+		if !api.Is(err, api.Unavailable) {
+			t.Errorf("open: %v", err)
+		}
+		close(release)
+		synctest.Wait()
+		must(t, s.Close())
+		if inner.closed.Load() != 1 || inner.during.Load() != 0 || late.closed.Load() != 1 {
+			t.Errorf("the inner store was closed %d times, %d calls ran; the late store was closed %d times",
+				inner.closed.Load(), inner.during.Load(), late.closed.Load())
+		}
+		mustHaveNoCalls(t)
+	})
+}

@@ -3,6 +3,7 @@ package bounded
 import (
 	"context"
 	"errors"
+	"io"
 	"log/slog"
 	"sync"
 	"time"
@@ -64,8 +65,13 @@ func run[T any](ctx context.Context, s *Store, c call, inner func(context.Contex
 		defer release()
 		defer calls.remove(&c)
 		value, failure = inner(c.ctx)
-		if !calls.settle(&c, done) && failure == nil && c.writes != "" {
+		if calls.settle(&c, done) || failure != nil {
+			return
+		}
+		if c.writes != "" {
 			c.undoPut()
+		} else if opened, ok := any(value).(io.Closer); ok {
+			_ = opened.Close() // the inner store that Open opened too late
 		}
 	}()
 	if err := c.await(); err != nil {

@@ -44,6 +44,7 @@ const (
 type Store struct {
 	fsys file.FS
 	root string
+	name string // in errors
 
 	mu      sync.Mutex
 	durable map[string]bool // folders whose parents this store has synced
@@ -54,8 +55,17 @@ var _ target.Store = (*Store)(nil)
 // Open opens the store in the folder root, which must exist, and removes abandoned temporary files.
 func Open(ctx context.Context, root string) (*Store, error) { return openOn(ctx, file.OS, root) }
 
+// OpenAs is Open for a folder that has another name in errors.
+func OpenAs(ctx context.Context, root, name string) (*Store, error) {
+	return openNamed(ctx, file.OS, root, name)
+}
+
 func openOn(ctx context.Context, fsys file.FS, root string) (*Store, error) {
-	s := &Store{fsys: fsys, root: filepath.Clean(root), durable: map[string]bool{}}
+	return openNamed(ctx, fsys, root, "folder store "+root)
+}
+
+func openNamed(ctx context.Context, fsys file.FS, root, name string) (*Store, error) {
+	s := &Store{fsys: fsys, root: filepath.Clean(root), name: name, durable: map[string]bool{}}
 	if err := s.checkRoot(); err != nil {
 		return nil, err
 	}
@@ -72,8 +82,8 @@ func (s *Store) checkRoot() error {
 		err = unix.ENOTDIR
 	}
 	if err != nil {
-		return api.Errorf(api.Unavailable, "folder store %s: cannot open the folder: %w; make the folder, or mount its "+
-			"file system", s.root, cause(err))
+		return api.Errorf(api.Unavailable, "%s: cannot open the folder: %w; make the folder, or mount its file system", s,
+			cause(err))
 	}
 	return nil
 }
@@ -390,7 +400,7 @@ func (s *Store) Delete(ctx context.Context, names ...string) error {
 }
 
 // String names the store in errors.
-func (s *Store) String() string { return "folder store " + s.root }
+func (s *Store) String() string { return s.name }
 
 // failedObject is failed, but of kind not found if the root exists and the object does not.
 func (s *Store) failedObject(action, name string, err error) error {
