@@ -48,6 +48,32 @@ type Store interface {
 	Delete(ctx context.Context, names ...string) error
 }
 
+// FolderLister is a Store that lists folders without the objects in them.
+type FolderLister interface {
+	// ListFolders calls each, in any order, once for the first element after prefix of names with more elements. prefix
+	// ends in '/'. Errors and deletions meanwhile are as in List.
+	ListFolders(ctx context.Context, prefix string, each func(name string) error) error
+}
+
+// ListFolders is that of a FolderLister. In another store it lists all objects.
+func ListFolders(ctx context.Context, s Store, prefix string, each func(name string) error) error {
+	if err := CheckPrefix(prefix); err != nil {
+		return err
+	}
+	if l, ok := s.(FolderLister); ok {
+		return l.ListFolders(ctx, prefix, each)
+	}
+	last := map[string]struct{}{}
+	return s.List(ctx, prefix, func(o Object) error {
+		name, _, more := strings.Cut(strings.TrimPrefix(o.Name, prefix), "/")
+		if _, again := last[name]; again || !more {
+			return nil
+		}
+		last[name] = struct{}{}
+		return each(name)
+	})
+}
+
 // Bounds of names: the shortest of the file systems and stores.
 const (
 	maxElement = 255

@@ -180,6 +180,24 @@ func (s *Store) List(ctx context.Context, prefix string, each func(target.Object
 	return err
 }
 
+// ListFolders implements target.FolderLister, as List does.
+func (s *Store) ListFolders(ctx context.Context, prefix string, each func(string) error) error {
+	folders := make(chan target.Object)
+	_, err := run(ctx, s, call{action: fmt.Sprintf("list folders %q", prefix), allowed: answerTime, objects: folders,
+		each: func(o target.Object) error { return each(o.Name) }},
+		func(ctx context.Context) (nothing, error) {
+			return nothing{}, target.ListFolders(ctx, s.inner, prefix, func(name string) error {
+				select {
+				case folders <- target.Object{Name: name}:
+					return nil
+				case <-ctx.Done():
+					return ctx.Err()
+				}
+			})
+		})
+	return err
+}
+
 // Delete implements target.Store.
 func (s *Store) Delete(ctx context.Context, names ...string) error {
 	action := "delete objects"

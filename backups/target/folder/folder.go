@@ -358,6 +358,35 @@ func (s *Store) list(ctx context.Context, dir, prefix string, each func(target.O
 	return nil
 }
 
+// ListFolders implements target.FolderLister. A folder without objects is listed, too.
+func (s *Store) ListFolders(ctx context.Context, prefix string, each func(string) error) error {
+	if err := target.CheckPrefix(prefix); err != nil {
+		return err
+	}
+	entries, err := s.fsys.ReadDir(s.join(prefix))
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+		return s.checkRoot()
+	} else if err != nil {
+		return s.failed(fmt.Sprintf("list folder %q", prefix), err)
+	}
+	for _, e := range entries {
+		if err := ctx.Err(); err != nil {
+			return s.failed(fmt.Sprintf("list folder %q", prefix), err)
+		}
+		if e.Type()&fs.ModeSymlink != 0 {
+			return api.Errorf(api.Unsupported, "%s: cannot list %s%s: a symbolic link; mount the other folder there", s, prefix,
+				e.Name())
+		}
+		if !e.IsDir() || target.CheckName(prefix+e.Name()) != nil {
+			continue
+		}
+		if err := each(e.Name()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 func (s *Store) listFile(name string, e fs.DirEntry, each func(target.Object) error) error {
 	st, err := e.Info()
 	if errors.Is(err, fs.ErrNotExist) { // deleted meanwhile

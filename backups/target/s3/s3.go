@@ -223,6 +223,28 @@ func (s *Store) Stat(ctx context.Context, name string) (target.Object, error) {
 
 // List implements target.Store.
 func (s *Store) List(ctx context.Context, prefix string, each func(target.Object) error) error {
+	return s.list(ctx, prefix, true, func(o target.Object) error {
+		if target.CheckName(o.Name) != nil {
+			return nil
+		}
+		return each(o)
+	})
+}
+
+// ListFolders implements target.FolderLister.
+func (s *Store) ListFolders(ctx context.Context, prefix string, each func(string) error) error {
+	return s.list(ctx, prefix, false, func(o target.Object) error {
+		name, ok := strings.CutSuffix(o.Name, "/")
+		if !ok || target.CheckName(name) != nil {
+			return nil
+		}
+		return each(strings.TrimPrefix(name, prefix))
+	})
+}
+
+// list calls each with the objects whose name begins with prefix. If not deep, folders below prefix end in '/', and
+// stand for all objects in them.
+func (s *Store) list(ctx context.Context, prefix string, deep bool, each func(target.Object) error) error {
 	if err := target.CheckPrefix(prefix); err != nil {
 		return err
 	}
@@ -230,13 +252,13 @@ func (s *Store) List(ctx context.Context, prefix string, each func(target.Object
 	defer op.end()
 	noOwner := false
 	for o := range s.client.ListObjectsIter(op.ctx, s.cfg.Bucket, minio.ListObjectsOptions{
-		Prefix: s.prefix + prefix, Recursive: true, FetchOwner: &noOwner,
+		Prefix: s.prefix + prefix, Recursive: deep, FetchOwner: &noOwner,
 	}) {
 		if o.Err != nil {
 			return op.failed(o.Err)
 		}
 		name, ok := strings.CutPrefix(o.Key, s.prefix)
-		if !ok || !strings.HasPrefix(name, prefix) || target.CheckName(name) != nil {
+		if !ok || !strings.HasPrefix(name, prefix) {
 			continue
 		}
 		op.pause()

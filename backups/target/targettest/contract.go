@@ -27,6 +27,7 @@ func Run(t *testing.T, open func(t *testing.T) target.Store) {
 		{"a range has exactly its bytes", testRanges},
 		{"a missing object is not found", testMissing},
 		{"a list has all objects of a prefix", testList},
+		{"a list of folders has each folder once", testFolders},
 		{"delete removes the named objects", testDelete},
 		{"a put replaces an object whole", testReplace},
 		{"a list shows no half object", testListDuringPuts},
@@ -217,6 +218,30 @@ func testList(t *testing.T, s target.Store) {
 }
 
 // testDelete: Delete removes more objects than one batch has, among them missing ones, and no other object.
+func testFolders(t *testing.T, s target.Store) {
+	for _, name := range []string{"a/b/1", "a/b/2", "a/c/d/1", "a/file", "ab/x/1", "b"} {
+		mustPut(t, s, name, Body(8, 1))
+	}
+	for prefix, want := range map[string][]string{"a/": {"b", "c"}, "a/c/": {"d"}, "a/b/": nil, "x/": nil} {
+		var got []string
+		err := target.ListFolders(t.Context(), s, prefix, func(name string) error {
+			got = append(got, name)
+			return nil
+		})
+		slices.Sort(got)
+		if err != nil || !slices.Equal(got, want) {
+			t.Errorf("folders of %s: %v, %v; want %v", prefix, got, err, want)
+		}
+	}
+	stop := errors.New("stop")
+	if err := target.ListFolders(t.Context(), s, "a/", func(string) error { return stop }); !errors.Is(err, stop) {
+		t.Errorf("an error of each: %v", err)
+	}
+	if err := target.ListFolders(t.Context(), s, "../", nil); !api.Is(err, api.Invalid) {
+		t.Errorf("a bad prefix: %v", err)
+	}
+}
+
 func testDelete(t *testing.T, s target.Store) {
 	names := putMany(t, s)
 	mustPut(t, s, "data/00/stays", []byte("x"))

@@ -1,0 +1,89 @@
+package longhorn
+
+import (
+	"slices"
+	"sync"
+)
+
+// cachedBlocks is how many blocks a blockCache keeps: 64 MiB of the largest.
+const cachedBlocks = 4
+
+// blockCache keeps the last blocks of which ReadAt read parts, so that a block of several chunks is read once.
+type blockCache struct {
+	mu     sync.Mutex
+	freed  sync.Cond      // signals that a block has no users
+	recent []*cachedBlock // the last one was used last
+}
+
+type cachedBlock struct {
+	place int64
+	ready chan struct{} // closed after bytes and err are set
+	bytes []byte
+	err   error
+
+	// Guarded by blockCache.mu.
+	users  int
+	failed bool
+}
+
+// read reads bytes of a block, which the first caller reads for all.
+func (c *blockCache) read(o *Opened, place, at int64, piece []byte) error {
+	b, first := c.use(place)
+	defer c.leave(b)
+	if first {
+		if b.bytes == nil {
+			b.bytes = make([]byte, o.blocks.blockSize)
+		}
+		b.bytes = b.bytes[:o.blocks.length(place)]
+		zeros, err := o.read(o.ctx, place, b.bytes)
+		if zeros {
+			clear(b.bytes)
+		}
+		c.mu.Lock()
+		b.err, b.failed = err, err != nil
+		c.mu.Unlock()
+		close(b.ready)
+	}
+	<-b.ready // the first caller's read ends with the context of the open backup
+	if b.err == nil {
+		copy(piece, b.bytes[at:])
+	}
+	return b.err
+}
+
+// use returns the block of a place for one more user; first says that the caller reads the block.
+func (c *blockCache) use(place int64) (b *cachedBlock, first bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for {
+		if i := c.find(func(b *cachedBlock) bool { return b.place == place && !b.failed }); i >= 0 {
+			b := c.recent[i]
+			b.users++
+			c.recent = append(slices.Delete(c.recent, i, i+1), b)
+			return b, false
+		}
+		b = &cachedBlock{place: place, users: 1, ready: make(chan struct{})}
+		i := -1
+		if len(c.recent) == cachedBlocks {
+			if i = c.find(func(b *cachedBlock) bool { return b.users == 0 }); i < 0 {
+				c.freed.Wait()
+				continue
+			}
+			b.bytes = c.recent[i].bytes[:cap(c.recent[i].bytes)]
+			c.recent = slices.Delete(c.recent, i, i+1)
+		}
+		c.recent = append(c.recent, b)
+		return b, true
+	}
+}
+
+func (c *blockCache) find(is func(*cachedBlock) bool) int { return slices.IndexFunc(c.recent, is) }
+
+// leave ends the use of a block.
+func (c *blockCache) leave(b *cachedBlock) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if b.users--; b.users == 0 {
+		c.freed.Broadcast()
+	}
+}
