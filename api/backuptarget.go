@@ -56,6 +56,23 @@ func (s *BackupTargetSpec) Poll() time.Duration {
 	return s.PollInterval.Duration
 }
 
+// Formats of stores.
+const (
+	FormatRestic   = "restic"
+	FormatLonghorn = "longhorn"
+)
+
+// ExplainReadOnly says why Drover writes nothing into the store; empty: Drover writes.
+func (t *BackupTarget) ExplainReadOnly() string {
+	switch {
+	case t.Status.Format == FormatLonghorn:
+		return "is a store of Longhorn, in which Drover neither makes nor deletes backups; use another target"
+	case t.Spec.ReadOnly:
+		return "is read-only; set readOnly to false, or use another target"
+	}
+	return ""
+}
+
 // ConditionUnavailable is True on a BackupTarget that cannot be used; the reason is one of the reasons below.
 const ConditionUnavailable = "Unavailable"
 
@@ -80,6 +97,9 @@ type BackupTargetStatus struct {
 	Available bool   `json:"available,omitempty"`
 	Message   string `json:"message,omitempty"`
 	OwnerID   string `json:"ownerID,omitempty"` // node that looks after the target
+	// Format of the store, for life: restic for a repository, or longhorn for the backups of Longhorn, which Drover only
+	// reads.
+	Format string `json:"format,omitempty"`
 	// RepositoryID names the repository, for life. A store with another repository is not used: forget the RepositoryID by
 	// making the BackupTarget again.
 	RepositoryID string `json:"repositoryID,omitempty"`

@@ -76,9 +76,9 @@ func (m *maker) openTarget(ctx context.Context, b *api.Backup) (*targets.Opened,
 		return nil, api.Errorf(api.Unavailable, "%w", err)
 	case err != nil:
 		return nil, err
-	case opened.Target.Spec.ReadOnly:
+	case opened.Target.ExplainReadOnly() != "":
 		opened.Close()
-		return nil, api.Errorf(api.Unavailable, "backup target %s: is read-only; set readOnly to false", b.Target())
+		return nil, api.Errorf(api.Unavailable, "backup target %s: %s", b.Target(), opened.Target.ExplainReadOnly())
 	}
 	return opened, nil
 }

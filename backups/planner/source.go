@@ -89,6 +89,8 @@ func checkTarget(ctx context.Context, reader client.Reader, name string) error {
 		return err
 	case t.DeletionTimestamp != nil:
 		return api.Errorf(api.Unavailable, "backup target %s is being deleted", name)
+	case t.Status.Format == api.FormatLonghorn:
+		return api.Errorf(api.Invalid, "backup target %s: %s", name, t.ExplainReadOnly())
 	case t.Spec.ReadOnly:
 		return api.Errorf(api.Unavailable, "backup target %s is read-only: the backup waits until readOnly is false", name)
 	case !t.Status.Available:

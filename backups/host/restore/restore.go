@@ -59,6 +59,13 @@ func (b *Backups) Open(ctx context.Context, url string) (_ block.Backup, err err
 	if err != nil {
 		return nil, err
 	}
+	format, err := b.Repositories.Format(ctx, object.Target())
+	if err != nil {
+		return nil, err
+	}
+	if format == api.FormatLonghorn {
+		return b.Repositories.OpenLonghorn(ctx, object.Target(), object.Spec.Volume, id)
+	}
 	o := &backup{}
 	if o.opened, err = b.Repositories.Open(ctx, object.Target()); err != nil {
 		return nil, err

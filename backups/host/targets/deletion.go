@@ -63,6 +63,9 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 	switch {
 	case len(waiting) == 0 || rec.deletion.isRunning():
 		return time.Time{}, nil
+	case t.Status.Format == api.FormatLonghorn:
+		r.keepLonghorn(t, rec, waiting)
+		return time.Time{}, nil
 	case t.Spec.ReadOnly:
 		message = fmt.Sprintf("backup target %s: is read-only; set readOnly to false, or delete the BackupTarget to keep "+
 			"the backup in the store", t.Name)

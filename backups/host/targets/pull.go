@@ -27,7 +27,7 @@ type foundBackup struct {
 }
 
 // pull gives each backup of Drover in the store a Backup with a status. known are the Backups by snapshot.
-func (v *visit) pull(ctx context.Context, r *repo.Repository, files []repo.SnapshotFile, known map[blob.ID]*api.Backup,
+func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.SnapshotFile, known map[blob.ID]*api.Backup,
 	result *visitResult) error {
 	var unknown []repo.SnapshotFile
 	foreign := map[blob.ID]struct{}{} // without those that the store deleted
@@ -89,7 +89,7 @@ func (v *visit) objects(ctx context.Context) (map[api.UID]bool, error) {
 
 // loadFacts reads snapshots, and remembers those that are no backups of Drover. It skips damaged snapshots, and
 // snapshots that were deleted since the list.
-func (v *visit) loadFacts(ctx context.Context, r *repo.Repository, files []repo.SnapshotFile) ([]foundBackup, error) {
+func (v *visit) loadFacts(ctx context.Context, r snapshotLister, files []repo.SnapshotFile) ([]foundBackup, error) {
 	all := make([]*foundBackup, len(files))
 	foreign := make([]bool, len(files))
 	group, loadCtx := errgroup.WithContext(ctx)
@@ -97,6 +97,9 @@ func (v *visit) loadFacts(ctx context.Context, r *repo.Repository, files []repo.
 	for i, f := range files {
 		group.Go(func() error {
 			s, err := r.LoadSnapshot(loadCtx, f)
+			if api.Is(err, api.Busy) { // a later visit looks again
+				return nil
+			}
 			if repo.IsDamage(err) {
 				v.log.Warn("a snapshot of the repository is skipped", "target", v.target.Name, "err", err)
 				return nil

@@ -68,6 +68,9 @@ func (r *Repositories) Open(ctx context.Context, name string) (*Opened, error) {
 	if err := r.live.Get(ctx, client.ObjectKey{Name: name}, t); err != nil {
 		return nil, api.Explain(err, "backup target %s", name)
 	}
+	if t.Status.Format == api.FormatLonghorn {
+		return nil, api.Errorf(api.Invalid, "backup target %s: %s", name, t.ExplainReadOnly())
+	}
 	if t.Status.RepositoryID == "" {
 		return nil, api.Errorf(api.Unavailable, "backup target %s: the repository is not known yet; wait until the target "+
 			"is available", name)

@@ -66,7 +66,7 @@ func (rec *targetRecord) nextSweep(t *api.BackupTarget, delay time.Duration) tim
 	if rec.requested.IsZero() {
 		rec.requested = t.Status.SweepRequested.Time
 	}
-	if t.Spec.ReadOnly || !t.Status.Available {
+	if t.ExplainReadOnly() != "" || !t.Status.Available {
 		return time.Time{}
 	}
 	if due := rec.requested.Add(delay); due.After(rec.sweepAgain) {
@@ -99,6 +99,12 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 	}
 	st.OwnerID, st.SyncedRequest = node, v.request
 	rec.missingAt = v.missingAt
+	if v.format != "" {
+		st.Format = v.format
+	}
+	if v.format == api.FormatLonghorn {
+		st.Initializing = nil
+	}
 	if v.repositoryID != "" {
 		st.RepositoryID, st.Encrypted, st.Initializing = v.repositoryID, v.encrypted, nil
 	}

@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/longhorn"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 )
@@ -43,6 +44,7 @@ type visitResult struct {
 	reason  string       // of ConditionUnavailable; "": err says nothing about the target
 	err     error
 
+	format       string // "": not known
 	repositoryID string // "": the repository was not opened
 	encrypted    bool
 	listed       bool // the fields below are known
@@ -75,19 +77,30 @@ func (v *visit) visitStore(ctx context.Context, result *visitResult) (err error)
 		return err
 	}
 	defer v.repositories.closeConnection(c)
+	if v.target.Status.Format == api.FormatLonghorn {
+		return v.compareLonghorn(ctx, c, result)
+	}
 	r, err := v.openOrInit(ctx, c)
-	if err != nil {
+	if errors.Is(err, errLonghorn) {
+		return v.compareLonghorn(ctx, c, result)
+	} else if err != nil {
 		return err
 	}
-	result.repositoryID, result.encrypted = r.ID(), c.encrypted
+	result.format, result.repositoryID, result.encrypted = api.FormatRestic, r.ID(), c.encrypted
 	return v.compareBackups(ctx, r, result)
 }
 
-// openOrInit opens the repository. Without one it makes the repository, if the node has the claim.
+// openOrInit opens the repository. Without one it makes the repository, if the node has the claim. A store of Longhorn
+// without a repository is errLonghorn.
 func (v *visit) openOrInit(ctx context.Context, c *connection) (*repo.Repository, error) {
 	r, err := c.open(ctx, v.target.Status.RepositoryID)
 	if err == nil || reasonOf(err) != "" || !api.Is(err, api.NotFound) {
 		return r, err
+	}
+	if is, err := longhorn.IsLonghorn(ctx, c.store); err != nil {
+		return nil, storeFault(ctx, err)
+	} else if is {
+		return nil, errLonghorn
 	}
 	if v.target.Spec.ReadOnly {
 		return nil, faultf(api.ReasonReadOnlyAndEmpty, "the store has no repository, and the target is read-only; correct "+
@@ -111,9 +124,18 @@ func (v *visit) openOrInit(ctx context.Context, c *connection) (*repo.Repository
 	return r, err
 }
 
+// snapshotLister lists backups as the snapshots of a repository.
+type snapshotLister interface {
+	ListSnapshots(ctx context.Context) ([]repo.SnapshotFile, error)
+	// LoadSnapshot reads the time and the tags of a snapshot. An error of kind Busy: the backup is not complete yet.
+	LoadSnapshot(ctx context.Context, f repo.SnapshotFile) (repo.Snapshot, error)
+}
+
+var _ snapshotLister = (*repo.Repository)(nil)
+
 // compareBackups compares the snapshots of the repository with the Backups, which it reads before: a Backup that ended
 // during the list is not missing.
-func (v *visit) compareBackups(ctx context.Context, r *repo.Repository, result *visitResult) error {
+func (v *visit) compareBackups(ctx context.Context, r snapshotLister, result *visitResult) error {
 	backups, err := backupsOf(ctx, v.Client, v.target.Name)
 	if err != nil {
 		return err
@@ -168,7 +190,7 @@ func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]*api.Backup,
 			v.memory.missing[id] = first
 		}
 		due := first.Add(v.opts.Confirm)
-		if !again || result.listedAt.Before(due) || v.target.Status.RepositoryID == "" {
+		if st := &v.target.Status; !again || result.listedAt.Before(due) || st.RepositoryID == "" && st.Format == "" {
 			if result.missingAt.IsZero() || due.Before(result.missingAt) {
 				result.missingAt = due
 			}

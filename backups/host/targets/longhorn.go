@@ -1,0 +1,212 @@
+package targets
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/longhorn"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/tags"
+	"drover.io/drover/block"
+)
+
+// errLonghorn says that the store has backups of Longhorn, and no repository.
+var errLonghorn = errors.New("the store is one of Longhorn")
+
+// compareLonghorn is compareBackups for a store of Longhorn. The visit writes nothing into such a store.
+func (v *visit) compareLonghorn(ctx context.Context, c *connection, result *visitResult) error {
+	is, err := longhorn.IsLonghorn(ctx, c.store)
+	if err != nil {
+		return storeFault(ctx, err)
+	}
+	if !is {
+		return faultf(api.ReasonLostRepository, "the store has no backups of Longhorn any more; mount or restore the folder "+
+			"or bucket, or make the BackupTarget again to use the store for backups of Drover")
+	}
+	result.format = api.FormatLonghorn
+	return v.compareBackups(ctx, &longhornSnapshots{store: longhorn.New(c.store, c.options.Cache), log: v.log,
+		target: v.target.Name, volumes: map[string]func() (longhorn.Volume, error){}}, result)
+}
+
+// longhornSnapshots lists the backups of Longhorn as if they were snapshots of a repository.
+type longhornSnapshots struct {
+	store  *longhorn.Store
+	target string
+	log    *slog.Logger
+	names  map[blob.ID]longhorn.Name
+
+	mu      sync.Mutex
+	volumes map[string]func() (longhorn.Volume, error) // by name
+}
+
+// ListSnapshots implements snapshotLister.
+func (l *longhornSnapshots) ListSnapshots(ctx context.Context) ([]repo.SnapshotFile, error) {
+	names, err := l.store.ListBackups(ctx)
+	if err != nil {
+		return nil, err
+	}
+	l.names = make(map[blob.ID]longhorn.Name, len(names))
+	files := make([]repo.SnapshotFile, len(names))
+	for i, n := range names {
+		files[i].ID = n.ID()
+		l.names[n.ID()] = n
+	}
+	return files, nil
+}
+
+// LoadSnapshot implements snapshotLister. A backup that no Backup can stand for has no tags.
+func (l *longhornSnapshots) LoadSnapshot(ctx context.Context, f repo.SnapshotFile) (repo.Snapshot, error) {
+	s, n := repo.Snapshot{ID: f.ID}, l.names[f.ID]
+	b, err := l.store.ReadBackup(ctx, n)
+	var volume longhorn.Volume
+	if err == nil {
+		volume, err = l.readVolume(ctx, n.Volume)
+	}
+	if api.Is(err, api.Unsupported) {
+		l.log.Warn("a backup of Longhorn's store is skipped", "target", l.target, "err", err)
+		return s, nil
+	} else if err != nil {
+		return s, err
+	}
+	s.Time, s.Tags = b.Created, longhornFacts(&b, &volume).Tags()
+	if _, ok := tags.Parse(s.Tags); !ok {
+		l.log.Warn("a backup of Longhorn's store is skipped: no object can have its names", "target", l.target,
+			"volume", n.Volume, "backup", n.Backup)
+	}
+	return s, nil
+}
+
+// readVolume reads the description of a volume once in a visit.
+func (l *longhornSnapshots) readVolume(ctx context.Context, name string) (longhorn.Volume, error) {
+	l.mu.Lock()
+	read := l.volumes[name]
+	if read == nil {
+		read = sync.OnceValues(func() (longhorn.Volume, error) { return l.store.ReadVolume(ctx, name) })
+		l.volumes[name] = read
+	}
+	l.mu.Unlock()
+	return read()
+}
+
+// longhornFacts are the facts of a backup of Longhorn.
+func longhornFacts(b *longhorn.Backup, v *longhorn.Volume) tags.Facts {
+	f := tags.Facts{Backup: b.Backup, Volume: b.Volume, Object: longhornObject(b.Name), VolumeSize: v.Size,
+		Uploaded: b.Uploaded, Mode: api.BackupFull, Labels: b.Labels}
+	if b.Incremental {
+		f.Mode = api.BackupIncremental
+	}
+	if !b.SnapshotCreated.IsZero() {
+		f.SnapshotCreated = b.SnapshotCreated.UTC().Format(time.RFC3339)
+	}
+	if isObjectName(b.Snapshot) {
+		f.Snapshot = b.Snapshot
+	}
+	if isObjectName(v.Image) {
+		f.Image = v.Image
+	}
+	return f
+}
+
+func isObjectName(name string) bool {
+	return len(name) <= tags.NameLimit && len(validation.IsDNS1123Subdomain(name)) == 0
+}
+
+// longhornObject is a UID in place of that of a Backup, which tags demand: no Backup has the UID.
+func longhornObject(n longhorn.Name) api.UID {
+	id := blob.ID(n.ID()).String()
+	return api.UID(id[:8] + "-" + id[8:12] + "-" + id[12:16] + "-" + id[16:20] + "-" + id[20:32])
+}
+
+// keepLonghorn forgets Backups of a store of Longhorn that a user deleted: the store keeps the backups.
+func (r *targetReconciler) keepLonghorn(t *api.BackupTarget, rec *targetRecord, deleted []*api.Backup) {
+	for _, b := range deleted {
+		rec.deleted[b.UID] = false
+		r.events.Eventf(t, nil, corev1.EventTypeNormal, "BackupKept", "Delete", "backup %s of volume %s stays in the store: "+
+			"Drover deletes nothing in a store of Longhorn, and lists the backup again", b.Name, b.Spec.Volume)
+	}
+}
+
+// Format returns the format of a BackupTarget's store; empty: not known yet.
+func (r *Repositories) Format(ctx context.Context, name string) (string, error) {
+	t := &api.BackupTarget{}
+	err := r.live.Get(ctx, client.ObjectKey{Name: name}, t)
+	return t.Status.Format, api.Explain(err, "backup target %s", name)
+}
+
+// LonghornBackup is an open backup in a store of Longhorn.
+type LonghornBackup struct {
+	*longhorn.Opened
+	Facts         tags.Facts
+	Created       time.Time
+	ImageChecksum string // SHA-512 of the volume's image; empty: not known
+	close         func()
+}
+
+var _ block.Backup = (*LonghornBackup)(nil)
+
+// Close implements block.Backup.
+func (b *LonghornBackup) Close() error {
+	err := b.Opened.Close()
+	b.close()
+	return err
+}
+
+// OpenLonghorn opens the backup with an ID in a store of Longhorn. The context ends the use of the backup, too. Errors
+// have the kinds of Open, and those of package longhorn; NotFound: the store has no such backup.
+func (r *Repositories) OpenLonghorn(ctx context.Context, name, volume string, id blob.ID) (*LonghornBackup, error) {
+	t := &api.BackupTarget{}
+	if err := r.live.Get(ctx, client.ObjectKey{Name: name}, t); err != nil {
+		return nil, api.Explain(err, "backup target %s", name)
+	}
+	secret, err := r.readSecret(ctx, t)
+	if err != nil {
+		return nil, openError(t, err)
+	}
+	c, err := r.connect(ctx, t, secret)
+	if err != nil {
+		return nil, openError(t, err)
+	}
+	o, err := openLonghorn(ctx, longhorn.New(c.store, c.options.Cache), volume, id)
+	if err != nil {
+		r.closeConnection(c)
+		return nil, openError(t, err)
+	}
+	o.close = sync.OnceFunc(func() { r.closeConnection(c) })
+	return o, nil
+}
+
+func openLonghorn(ctx context.Context, store *longhorn.Store, volume string, id blob.ID) (*LonghornBackup, error) {
+	names, err := store.ListBackupsOf(ctx, volume)
+	if err != nil {
+		return nil, err
+	}
+	for _, n := range names {
+		if n.ID() != id {
+			continue
+		}
+		b, err := store.ReadBackup(ctx, n)
+		if err != nil {
+			return nil, err
+		}
+		v, err := store.ReadVolume(ctx, n.Volume)
+		if err != nil {
+			return nil, err
+		}
+		opened, err := store.OpenBackup(ctx, n)
+		if err != nil {
+			return nil, err
+		}
+		return &LonghornBackup{Opened: opened, Facts: longhornFacts(&b, &v), Created: b.Created,
+			ImageChecksum: v.ImageChecksum}, nil
+	}
+	return nil, api.Errorf(api.NotFound, "the store of Longhorn has no backup %.8s of volume %s", id, volume)
+}
