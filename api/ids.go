@@ -61,7 +61,7 @@ const (
 	AnnotationVerify = "drover.io/verify"
 	// AnnotationForce on an Attachment that is deleted: all I/O fails, and the detach does not wait for I/O.
 	AnnotationForce = "drover.io/force-detach"
-	// AnnotationPrefer is on a Volume: the node of the first use.
+	// AnnotationPrefer is on a Volume: the node of the first use. On a BackingImage: the node of the first copy.
 	AnnotationPrefer = "drover.io/prefer-node"
 	// AnnotationRetry is on a Volume whose clone failed: a new value starts another try.
 	AnnotationRetry = "drover.io/retry-clone"

@@ -147,10 +147,8 @@ func (s *BackingImageSpec) validateParameters() error {
 			}
 		}
 	case SourceRestore:
-		u, err := url.Parse(s.SourceParameters[RestoreBackupURL])
-		if err != nil || u.Scheme == "" || hasPassword(u) || u.Query().Get("backup") == "" || u.Query().Get("volume") == "" {
-			// The text may hold a password.
-			return Errorf(Invalid, "parameter %s is no URL of a backup: copy status.url of the Backup", RestoreBackupURL)
+		if err := ValidateBackupURL(s.SourceParameters[RestoreBackupURL]); err != nil {
+			return Errorf(Invalid, "parameter %s: %w", RestoreBackupURL, err)
 		}
 	case SourceFile:
 		if p := s.SourceParameters["path"]; !path.IsAbs(p) {

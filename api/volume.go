@@ -80,6 +80,8 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="has(self.backingImage) == has(oldSelf.backingImage) && (!has(self.backingImage) || self.backingImage == oldSelf.backingImage)",message="backingImage cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.dataSource) == has(oldSelf.dataSource) && (!has(self.dataSource) || self.dataSource == oldSelf.dataSource)",message="dataSource cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.cloneMode) == has(oldSelf.cloneMode) && (!has(self.cloneMode) || self.cloneMode == oldSelf.cloneMode)",message="cloneMode cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.fromBackup) == has(oldSelf.fromBackup) && (!has(self.fromBackup) || self.fromBackup == oldSelf.fromBackup)",message="fromBackup cannot change"
+// +kubebuilder:validation:XValidation:rule="!has(self.fromBackup) || (!has(self.dataSource) || size(self.dataSource) == 0) && (!has(self.backingImage) || size(self.backingImage) == 0)",message="a volume begins with one of fromBackup, dataSource and backingImage"
 // +kubebuilder:validation:XValidation:rule="!has(self.dataLocality) || self.dataLocality != 'strict-local' || !has(self.numberOfReplicas) || self.numberOfReplicas == 1",message="a volume with dataLocality strict-local has one replica: set numberOfReplicas to 1, or choose best-effort"
 type VolumeSpec struct {
 	// Size in bytes, a multiple of 2 MiB, at least 10 MiB.
@@ -100,6 +102,10 @@ type VolumeSpec struct {
 	// only the backing image.
 	// +kubebuilder:validation:Enum="";linked;full-copy
 	CloneMode string `json:"cloneMode,omitempty"`
+	// FromBackup is the backup that the volume begins with: status.url of a Backup.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=2048
+	FromBackup string `json:"fromBackup,omitempty"`
 	// RevertTo asks, once, to replace the content of the detached volume with the content of a snapshot.
 	RevertTo *RevertWish `json:"revertTo,omitempty"`
 	// Salvage asks, once, to continue with the content of a single replica when no member is left. Writes that only other
@@ -176,6 +182,8 @@ type VolumeStatus struct {
 	Members []string `json:"members,omitempty"`
 	// CloneStatus is set if the spec has a data source.
 	CloneStatus *CloneStatus `json:"cloneStatus,omitempty"`
+	// RestoreStatus is set if the spec has a backup.
+	RestoreStatus *RestoreStatus `json:"restoreStatus,omitempty"`
 	// Reverted is the outcome of the last RevertTo.
 	Reverted *RevertFact `json:"reverted,omitempty"`
 	// RevertedEpoch is the epoch of the last completed revert; 0: never. A member that was not reverted then, and has not

@@ -1,6 +1,7 @@
 package watch
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"sync"
@@ -57,7 +58,10 @@ func AddIndexes(mgr ctrl.Manager) error {
 		}},
 		{&api.Snapshot{}, ByVolume, func(o client.Object) string { return o.(*api.Snapshot).Spec.Volume }},
 		{&api.Volume{}, BySource, func(o client.Object) string { return o.(*api.Volume).Spec.DataSource }},
-		{&api.Volume{}, ByImage, func(o client.Object) string { return o.(*api.Volume).Spec.BackingImage }},
+		{&api.Volume{}, ByImage, func(o client.Object) string {
+			v := o.(*api.Volume)
+			return cmp.Or(v.Spec.BackingImage, v.RestoreImage())
+		}},
 	})
 }
 

@@ -197,7 +197,8 @@ func (n *copyReconciler) removeCopy(ctx context.Context, c *api.ImageCopy, st *a
 	time.Duration, bool) {
 	on, err := n.disks(c.Spec.Disk)
 	if err == nil {
-		want := importer.Spec{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Export: c.Spec.Export != nil}
+		want := importer.Spec{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Export: c.Spec.Export != nil,
+			Left: c.Labels[api.LabelHidden] != ""}
 		if err = importer.Remove(ctx, on, want); err == nil {
 			err = importer.RemoveRepairData(ctx, on, want)
 		}

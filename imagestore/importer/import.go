@@ -32,6 +32,7 @@ type Spec struct {
 	Object          json.RawMessage // the image in the API, for the record on the disk; or nil
 	VirtualSize     int64           // known, or 0
 	Export          bool            // the layers belong to a snapshot, and perhaps to volumes
+	Left            bool            // the image leaves its layers to the replicas on the disk
 	Checkpoint      *Checkpoint     // from FindCheckpoint, for Import to use or drop; or nil
 	CheckpointEvery time.Duration   // interval between checkpoints; 10 s when zero
 }

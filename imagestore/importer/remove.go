@@ -2,6 +2,7 @@ package importer
 
 import (
 	"context"
+	"errors"
 	"slices"
 
 	"drover.io/drover/api"
@@ -31,16 +32,24 @@ func removeLayer(on block.Layers, uid string) error {
 }
 
 // Remove removes everything of the image from the disk: the record, layers of this image alone, unfinished layers.
-// Layers below a replica are an error of kind in use.
+// Layers below a replica are an error of kind in use, unless the layers may belong to replicas.
 func Remove(ctx context.Context, on block.Layers, want Spec) error {
-	if x, ok := on.(block.Exporter); ok && want.Export {
-		return x.Forget(string(want.UID))
+	x, ok := on.(block.Exporter)
+	removeImage := on.RemoveImage
+	if ok && (want.Export || want.Left) {
+		removeImage = x.Forget
 	}
-	if err := on.RemoveImage(string(want.UID)); err != nil {
+	if err := removeImage(string(want.UID)); err != nil || ok && want.Export {
 		return err
 	}
 	for _, l := range layerNames(want.Layers) {
-		if _, _, err := on.Digest(l); err == nil { // sealed: of another image too, or left over
+		if _, _, err := on.Digest(l); err == nil && ok && want.Left { // of a replica, or left over
+			err := on.PutImage(block.Image{UID: l, Name: "left over", Layers: []string{l}})
+			if err = errors.Join(err, x.Forget(l)); err != nil {
+				return err
+			}
+			continue
+		} else if err == nil { // sealed: of another image too, or left over
 			imgs, err := on.Images()
 			if err != nil && !api.Is(err, api.Corrupt) {
 				return err

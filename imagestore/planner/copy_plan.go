@@ -117,15 +117,16 @@ func (p *copyPlanner) planFirst() {
 	if !p.img.DeletionTimestamp.IsZero() {
 		return
 	}
-	if d := p.placeClone(); d != nil {
+	if d := p.placeImport(); d != nil {
 		p.addCopy(d.node, d.uid)
 	} else if len(p.have) == 0 {
 		p.problem = explainNoDisk(p.img, p.v)
 	}
 }
 
-// placeClone places the first copy: of a clone on a disk with its layers, or else on a node with its layers.
-func (p *copyPlanner) placeClone() *diskState {
+// placeImport places the first copy: of a clone on a disk with its layers, or else on a node with its layers; of a
+// restored volume's image on the node for the volume's first replica.
+func (p *copyPlanner) placeImport() *diskState {
 	without := func(same func(location, *diskState) bool) func(api.UID) bool {
 		return func(u api.UID) bool {
 			d := p.v.findDisk(u)
@@ -139,6 +140,12 @@ func (p *copyPlanner) placeClone() *diskState {
 			return d
 		}
 		if d := choosePlacement(p.img, p.v, without(sameNode), nil); d != nil {
+			return d
+		}
+	}
+	if node := p.img.Annotations[api.AnnotationPrefer]; node != "" {
+		elsewhere := func(u api.UID) bool { return p.hasCopy(u) || p.v.findDisk(u).node != node }
+		if d := choosePlacement(p.img, p.v, elsewhere, nil); d != nil {
 			return d
 		}
 	}

@@ -73,12 +73,17 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 			func(_ context.Context, o client.Object) []reconcile.Request {
 				return imageRequests(o.(*api.Volume).Spec.BackingImage)
 			}), existence).
-		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(r.imageOfReplica), existence).
+		Watches(&api.Replica{}, handler.EnqueueRequestsFromMapFunc(r.imageOfReplica), watch.Updates(imageTakenOut)).
 		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(imageOfSnapshot)).
 		Watches(&api.Setting{}, all, watch.Named(settingUnused)).
 		WatchesRawSource(source.Channel(nodes.wake, all)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NewQueue: backlog.New}).
 		Complete(r)
+}
+
+// imageTakenOut reports whether a replica stands on its image no more.
+func imageTakenOut(old, now client.Object) bool {
+	return old.GetLabels()[api.LabelImage] != now.GetLabels()[api.LabelImage]
 }
 
 // imageRequests asks for a reconcile of the named image, if there is a name.
@@ -266,8 +271,9 @@ func (r *imageReconciler) collectView(ctx context.Context, img *api.BackingImage
 		seen := map[location]bool{}
 		for i := range reps.Items {
 			spec := &reps.Items[i].Spec
-			if of := reps.Items[i].Labels[api.LabelImage]; of != "" && of != api.LabelValue(img.Name) {
-				continue // of another image with the same layers
+			of := reps.Items[i].Labels[api.LabelImage]
+			if (of != "" || img.IsHidden()) && of != api.LabelValue(img.Name) {
+				continue // of another image with the same layers, or of no image
 			}
 			placed[spec.Volume], seen[location{spec.Node, spec.Disk}] = true, true
 		}
@@ -412,6 +418,9 @@ func newCopy(img *api.BackingImage, w placement) *api.ImageCopy {
 	c.Finalizers = []string{api.Finalizer}
 	c.Labels = map[string]string{api.LabelImage: api.LabelValue(img.Name), api.LabelDisk: string(w.disk),
 		api.LabelNode: api.LabelValue(w.node)}
+	if of := img.Labels[api.LabelHidden]; of != "" {
+		c.Labels[api.LabelHidden] = of
+	}
 	return c
 }
 

@@ -31,6 +31,7 @@ type cloneSource struct {
 	others   []api.Replica // members of the source that hold the snapshot too
 	image    string        // the base image
 	whole    bool          // the volume's own replica moves
+	alone    bool          // the clone stands on no image, although the source still has a hidden one
 }
 
 // findSource finds the data source of a volume; nil: the volume has none. A clone waits after an Unavailable error;
@@ -58,6 +59,8 @@ func (p *volumeReconciler) findSource(ctx context.Context, v *api.Volume) (_ *cl
 		}
 		if kind != api.Unavailable {
 			st.State = api.CloneFailed
+		} else if errors.Is(err, errRestoring) {
+			st.WaitingSince = nil // a restore may take longer than the limit
 		} else if stalled := p.stalledFor(ctx, v); stalled > 0 {
 			st.State, err = api.CloneFailed, api.Errorf(kind, "for %s its source could not be used: %v", stalled, err)
 		}
@@ -80,6 +83,11 @@ func (p *volumeReconciler) findSource(ctx context.Context, v *api.Volume) (_ *cl
 	if err := p.refuseCycle(ctx, v, &src); err != nil {
 		return nil, err
 	}
+	if src.Spec.FromBackup != "" { // a snapshot of a volume without members would let the clone stall
+		if _, err := p.restoredReplicas(ctx, &src); err != nil {
+			return nil, err
+		}
+	}
 	snap, err := p.snapshotToClone(ctx, v, &src, from)
 	if err != nil {
 		return nil, err
@@ -89,7 +97,7 @@ func (p *volumeReconciler) findSource(ctx context.Context, v *api.Volume) (_ *cl
 		return nil, api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of snapshot %s of volume %s: expand "+
 			"the volume", api.SizeText(v.Spec.Size), api.SizeText(snap.Status.RestoreSize), snap.Name, src.Name)
 	}
-	usable, err := p.usableReplicas(ctx, &src)
+	usable, err := p.restoredReplicas(ctx, &src)
 	if err != nil {
 		return nil, err
 	}
@@ -112,6 +120,9 @@ func (p *volumeReconciler) findSource(ctx context.Context, v *api.Volume) (_ *cl
 	o := &cloneSource{snapshot: snap, replica: r, others: usable[1:], image: src.Spec.BackingImage}
 	if o.image == "" {
 		o.image = r.Labels[api.LabelImage] // of a clone whose spec does not name it
+	}
+	if o.image != "" && o.image == src.RestoreImage() {
+		o.image, o.alone = "", true
 	}
 	if of := v.Spec.BackingImage; of != "" && api.LabelValue(of) != api.LabelValue(o.image) {
 		return nil, api.Errorf(api.Invalid, "the volume names backing image %s, but its data source, volume %s, stands on "+

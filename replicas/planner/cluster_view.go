@@ -61,8 +61,8 @@ func (p *volumeReconciler) viewCluster(ctx context.Context, v *api.Volume, image
 
 // baseImage names the base image of a volume. A clone's spec need not name the image; its source or its replicas do.
 func baseImage(v *api.Volume, from *cloneSource, mine []api.Replica) string {
-	if v.Spec.BackingImage != "" {
-		return v.Spec.BackingImage
+	if image := v.BaseImage(); image != "" {
+		return image
 	}
 	if from != nil {
 		return from.image

@@ -56,13 +56,13 @@ func (p *volumeReconciler) createReplicas(ctx context.Context, v *api.Volume, mi
 		}
 		var image *api.BackingImage
 		if from == nil { // a source's replica already holds the image
-			if image, err = p.usableImage(ctx, v); err != nil {
-				return err
-			}
+			image, err = p.usableImage(ctx, v)
 		}
-		if from != nil {
+		switch {
+		case err != nil:
+		case from != nil:
 			mine, err = p.placeClone(ctx, v, from)
-		} else {
+		default:
 			var r *api.Replica
 			if r, err = p.placeOne(ctx, v, image, nil, mine, preferLocal(v)); err == nil {
 				mine = append(mine, *r)
@@ -198,11 +198,15 @@ func (p *volumeReconciler) giveUpReplica(ctx context.Context, v *api.Volume, r *
 // waits.
 func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api.BackingImage, error) {
 	name := v.Spec.BackingImage
-	if name == "" {
-		return nil, nil
-	}
 	var img api.BackingImage
-	if err := p.client.Get(ctx, types.NamespacedName{Name: name}, &img); apierrors.IsNotFound(err) {
+	if v.Spec.FromBackup != "" {
+		if alone, err := p.restoreImage(ctx, v, &img); alone || err != nil {
+			return nil, err
+		}
+		name = fmt.Sprintf("%s of backup %s", img.Name, v.Status.RestoreStatus.Backup)
+	} else if name == "" {
+		return nil, nil
+	} else if err := p.client.Get(ctx, types.NamespacedName{Name: name}, &img); apierrors.IsNotFound(err) {
 		err := api.Errorf(api.NotFound, "backing image %s does not exist: import it, the volume waits", name)
 		setCondition(v, api.ConditionImage, false, "NotFound", err.Error())
 		return nil, err
@@ -210,7 +214,7 @@ func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api
 		return nil, err
 	}
 	switch {
-	case !api.HoldsImage(v, &img): // else the deletion waits for this volume
+	case v.Spec.FromBackup == "" && !api.HoldsImage(v, &img): // else the deletion waits for this volume
 		err := api.Errorf(api.OutOfRange, "backing image %s was being deleted when the volume was made: delete the volume, "+
 			"or import the image again once it is gone", name)
 		setCondition(v, api.ConditionImage, false, "Deleting", err.Error())
@@ -290,7 +294,9 @@ func (p *volumeReconciler) placeOne(
 		if !from.whole {
 			r.Spec.From.Snapshot, r.Spec.From.Name = from.snapshot.Status.UID, from.snapshot.Name
 		}
-		r.Spec.Layers = from.replica.Spec.Layers
+		if !from.alone {
+			r.Spec.Layers = from.replica.Spec.Layers
+		}
 		if s.disk != from.replica.Spec.Disk {
 			r.Spec.From.Disk = from.replica.Spec.Disk
 		}

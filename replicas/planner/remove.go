@@ -42,6 +42,9 @@ func (p *volumeReconciler) removeVolume(ctx context.Context, v *api.Volume, mine
 	}
 	meta.RemoveStatusCondition(&v.Status.Conditions, api.ConditionKept)
 	v.Status.Message = ""
+	if err := p.deleteRestoreImage(ctx, v); err != nil {
+		return err
+	}
 	for i := range mine {
 		r := &mine[i]
 		if r.DeletionTimestamp != nil {

@@ -140,7 +140,7 @@ func (p *volumeReconciler) setWaiting(name string, on bool) {
 	}
 }
 
-// volumesOfImage requeues the volumes that wait for an image.
+// volumesOfImage requeues the volumes that wait for an image, and the volume of a hidden image.
 func (p *volumeReconciler) volumesOfImage(ctx context.Context, o client.Object) []reconcile.Request {
 	var vols api.VolumeList
 	if err := p.client.List(ctx, &vols, client.MatchingFields{watch.ByImage: o.GetName()},
@@ -150,8 +150,8 @@ func (p *volumeReconciler) volumesOfImage(ctx context.Context, o client.Object) 
 	}
 	var all []reconcile.Request
 	for i := range vols.Items {
-		if len(vols.Items[i].Status.Members) == 0 {
-			all = append(all, watch.Requests(vols.Items[i].Name)...)
+		if v := &vols.Items[i]; len(v.Status.Members) == 0 || v.Spec.FromBackup != "" {
+			all = append(all, watch.Requests(v.Name)...)
 		}
 	}
 	return all
@@ -333,6 +333,9 @@ func (p *volumeReconciler) planExisting(ctx context.Context, v *api.Volume, mine
 		return nil // the write of the status brings the next reconcile
 	}
 	if err := p.deleteCloneSnapshot(ctx, v); err != nil {
+		return err
+	}
+	if err := p.finishRestore(ctx, v, mine); err != nil {
 		return err
 	}
 	if err := p.revertVolume(ctx, v, mine, attached); err != nil {

@@ -1,0 +1,91 @@
+package api
+
+import (
+	"cmp"
+	"net/url"
+	"strings"
+)
+
+// RestoreStatus is about a volume that begins with the content of a backup.
+type RestoreStatus struct {
+	// State is completed when every replica has all data; failed: the message says why, and the restore is tried again.
+	State CloneState `json:"state,omitempty"`
+	// Backup is the name of the backup in its target.
+	Backup   string `json:"backup,omitempty"`
+	Message  string `json:"message,omitempty"`
+	Progress int32  `json:"progress,omitempty"` // percent
+	// BackingImage is the hidden image that brings the data; empty: the volume needs none any more.
+	BackingImage string `json:"backingImage,omitempty"`
+}
+
+// LabelHidden is on a BackingImage that Drover made for the volume of a backup, and deletes itself, and on the image's
+// copies; value: the name of the volume. Lists of images leave it out.
+const LabelHidden = "drover.io/restored-volume"
+
+// RestoreImage names the hidden image of a volume that begins with a backup; empty: the volume does not, or has no UID
+// yet.
+func (v *Volume) RestoreImage() string {
+	if v.Spec.FromBackup == "" || v.Status.UID == "" {
+		return ""
+	}
+	return "restore-" + string(v.Status.UID)
+}
+
+// BaseImage names the image that new replicas of the volume begin with; empty: none, or that of the data source.
+func (v *Volume) BaseImage() string {
+	if st := v.Status.RestoreStatus; st != nil {
+		return st.BackingImage
+	}
+	return v.Spec.BackingImage
+}
+
+// IsHidden reports whether Drover made the image for a volume of a backup.
+func (i *BackingImage) IsHidden() bool { return i.Labels[LabelHidden] != "" }
+
+// ValidateBackupURL refuses a text that is not the URL of a backup. The error does not repeat the text, which may hold
+// a password.
+func ValidateBackupURL(text string) error {
+	u, err := url.Parse(text)
+	if err != nil || u.Scheme == "" || hasPassword(u) || u.Query().Get("backup") == "" || u.Query().Get("volume") == "" {
+		return Errorf(Invalid, "the text is no URL of a backup: copy status.url of the Backup")
+	}
+	return nil
+}
+
+// BackupOfURL is the name of a backup in its target, from the backup's URL; empty: the text is no such URL.
+func BackupOfURL(text string) string {
+	u, err := url.Parse(text)
+	if err != nil {
+		return ""
+	}
+	return u.Query().Get("backup")
+}
+
+// backupScheme begins the handle of a backup in CSI: bak://VOLUME/BACKUP, as Longhorn's.
+const backupScheme = "bak://"
+
+// Handle names the backup in CSI.
+func (b *Backup) Handle() string { return backupScheme + b.Spec.Volume + "/" + b.Name }
+
+// IsBackupHandle reports whether a handle of CSI names a backup.
+func IsBackupHandle(handle string) bool { return strings.HasPrefix(handle, backupScheme) }
+
+// ParseBackupHandle reads the handle of a backup; false: the text is none.
+func ParseBackupHandle(handle string) (volume, backup string, ok bool) {
+	rest, is := strings.CutPrefix(handle, backupScheme)
+	volume, backup, two := strings.Cut(rest, "/")
+	return volume, backup, is && two && volume != "" && backup != "" && !strings.Contains(backup, "/")
+}
+
+// RestorableBackup returns an error unless a volume can begin with the backup.
+func RestorableBackup(b *Backup) error {
+	switch st := &b.Status; {
+	case b.DeletionTimestamp != nil:
+		return Errorf(NotFound, "backup %s is being deleted", b.Name)
+	case st.State == BackupError:
+		return Errorf(NotFound, "backup %s failed: %s", b.Name, st.Message)
+	case st.State != BackupCompleted || st.URL == "" || st.VolumeSize == 0:
+		return Errorf(Unavailable, "backup %s is not completed: it is %s", b.Name, cmp.Or(st.State, "new"))
+	}
+	return nil
+}
