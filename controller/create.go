@@ -59,6 +59,9 @@ func parseRequest(req *csi.CreateVolumeRequest) (*wish, error) {
 		return nil, err
 	}
 	if w.source = req.GetVolumeContentSource(); w.source != nil {
+		if w.fromBackup != "" {
+			return nil, api.Errorf(api.Invalid, "parameter fromBackup and a content source: a volume begins with one of them")
+		}
 		if w.spec.CloneMode = api.CloneLinked; w.cloneMode == api.CloneFull {
 			w.spec.CloneMode = api.CloneFull
 		}
@@ -116,6 +119,8 @@ func (w *wish) volumeSize(virtual int64) (int64, error) {
 		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the source, %s: ask for more", n,
 			virtual,
 			requestedSource(w.source))
+	case n < virtual && w.fromBackup != "":
+		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the backup: ask for more", n, virtual)
 	case n < virtual:
 		return 0, api.Errorf(api.OutOfRange, "%d bytes are less than the %d bytes of the disk in backing image %s: "+
 			"ask for more", n, virtual, w.image.name)
@@ -233,11 +238,15 @@ func (s *Server) clearNodeList(ctx context.Context, vol *api.Volume, prefer stri
 
 // contentSize is the number of bytes of the volume's initial content, 0 for a blank volume.
 func (s *Server) contentSize(ctx context.Context, w *wish) (int64, error) {
-	if w.source == nil {
+	switch id := w.source.GetSnapshot().GetSnapshotId(); {
+	case w.fromBackup != "":
+		return s.namedBackup(ctx, w)
+	case w.source == nil:
 		return s.imageSize(ctx, w)
-	}
-	if id := w.source.GetSnapshot().GetSnapshotId(); strings.HasPrefix(id, imageScheme) {
+	case strings.HasPrefix(id, imageScheme):
 		return s.fromImage(ctx, w, id)
+	case api.IsBackupHandle(id):
+		return s.restoreBackup(ctx, w, id)
 	}
 	from, size, image, err := s.initialContent(ctx, w.source)
 	if err != nil {
@@ -273,7 +282,7 @@ func verifyExisting(vol *api.Volume, name string, w *wish) error {
 		differs = "its parameters differ"
 	case vol.Spec.DataSource+vol.Annotations[annotationContent] != requestedSource(w.source):
 		differs = fmt.Sprintf("its source is %q", vol.Spec.DataSource+vol.Annotations[annotationContent])
-	case w.source == nil && vol.Spec.BackingImage != w.image.name:
+	case w.source == nil && w.fromBackup == "" && vol.Spec.BackingImage != w.image.name:
 		differs = fmt.Sprintf("its backing image is %q", vol.Spec.BackingImage)
 	case vol.Spec.FSType != w.spec.FSType:
 		differs = fmt.Sprintf("its file system is %q", vol.Spec.FSType)

@@ -38,11 +38,11 @@ func (s *Server) CreateVolumeGroupSnapshot(ctx context.Context, req *csi.CreateV
 	if len(req.GetSourceVolumeIds()) == 0 {
 		return nil, api.Errorf(api.Invalid, "snapshot group %.80q: the request names no volume", req.GetName())
 	}
-	if class, err := snapshotClass(req.GetParameters()); err != nil {
+	if class, err := parseSnapshotClass(req.GetParameters()); err != nil {
 		return nil, err
-	} else if class != nil {
-		return nil, api.Errorf(api.Invalid, "snapshot group %.80q: a group is made of snapshots of type snap, not bi",
-			req.GetName())
+	} else if class != (snapshotClass{}) {
+		return nil, api.Errorf(api.Invalid, "snapshot group %.80q: a group is made of snapshots of type snap, not %s",
+			req.GetName(), req.GetParameters()["type"])
 	}
 	g, err := s.ensureGroup(ctx, req)
 	if err != nil {

@@ -25,6 +25,8 @@ type wish struct {
 	cloneMode       string
 	content         string // handle of the snapshot of type bi that the volume begins with
 	prefer          string // the node of the first use, if known
+	fromBackup      string // name or URL
+	target          string // of backups
 }
 
 // imageWish is the backing image that parameters name, and the recipe for a missing image.
@@ -77,6 +79,9 @@ var parameters = map[string]parameter{
 		return setSoft(&w.spec.UnmapMarkSnapChainRemoved, v)
 	}, mutable: true},
 
+	"fromBackup":    {set: func(w *wish, v string) error { w.fromBackup = v; return nil }},
+	backupTargetKey: {set: setBackupTarget},
+
 	"backingImage":                     {set: setImage},
 	"backingImageName":                 {set: setImage},
 	"backingImageURL":                  {set: func(w *wish, v string) error { w.image.url = v; return nil }},
@@ -95,10 +100,8 @@ var parameters = map[string]parameter{
 	"share":                   {neutral: []string{"false"}},
 	"exclusive":               {neutral: []string{"true", "false"}},
 	"encrypted":               {neutral: []string{"false"}},
-	"disableRevisionCounter":  {neutral: []string{"true", "false"}}, // there is no such counter
-	"fromBackup":              {},
-	"backupTargetName":        {neutral: []string{"default"}},
-	"backupBlockSize":         {},
+	"disableRevisionCounter":  {neutral: []string{"true", "false"}},                      // there is no such counter
+	"backupBlockSize":         {neutral: []string{"2Mi", "16Mi", "2097152", "16777216"}}, // the format has one size
 	"dataSource":              {},
 	"cloneMode":               {set: setCloneMode}, // says nothing without a source
 	"recurringJobSelector":    {neutral: []string{"[]"}},
@@ -316,6 +319,17 @@ func setTags(to *[]string, v string) error {
 
 func setImageNodes(w *wish, v string) error { return setTags(&w.image.nodeSelector, v) }
 func setImageDisks(w *wish, v string) error { return setTags(&w.image.diskSelector, v) }
+
+// backupTargetKey is the key for the BackupTarget of a volume, or of the snapshots of a class.
+const backupTargetKey = "backupTargetName"
+
+func setBackupTarget(w *wish, v string) error {
+	if !validID(v) {
+		return fmt.Errorf("not a name that a BackupTarget can have")
+	}
+	w.target = v
+	return nil
+}
 
 func setImage(w *wish, v string) error {
 	if msgs := validation.IsDNS1123Subdomain(v); len(msgs) > 0 {

@@ -18,40 +18,39 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// snapshotTypes are the values of the VolumeSnapshotClass parameter "type".
-var snapshotTypes = map[string]bool{"": true, "snap": true, "bak": false, "bs": false, "bi": true}
+// snapshotClass is what a VolumeSnapshotClass asks for: a snapshot, or what is not nil.
+type snapshotClass struct {
+	image  *imageClass  // type bi
+	backup *backupClass // type bak
+}
 
-// snapshotClass checks the parameters of a VolumeSnapshotClass. The image is nil but for type bi.
-func snapshotClass(given map[string]string) (*imageClass, error) {
-	c := &imageClass{}
+// parseSnapshotClass checks the parameters of a VolumeSnapshotClass.
+func parseSnapshotClass(given map[string]string) (c snapshotClass, err error) {
+	set := func(key, _ string) error {
+		return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter %.80q is not known, or not for type snap: type is; "+
+			"exportType, nodeSelector and diskSelector are for type bi, backupMode and backupTargetName for type bak", key)
+	}
+	switch given["type"] {
+	case "", "snap":
+	case "bi":
+		c.image = &imageClass{}
+		set = c.image.setParameter
+	case "bak", "bs":
+		c.backup = &backupClass{}
+		set = c.backup.setParameter
+	default:
+		return c, api.Errorf(api.Invalid, "VolumeSnapshotClass parameter type %.80q is not known: snap, bak and bi are",
+			given["type"])
+	}
 	for _, key := range slices.Sorted(maps.Keys(given)) {
-		value := given[key]
-		if strings.HasPrefix(key, sidecarPrefix) {
+		if key == "type" || strings.HasPrefix(key, sidecarPrefix) {
 			continue
 		}
-		if key != "type" {
-			if err := c.setParameter(key, value); err != nil {
-				return nil, err
-			}
-			continue
-		}
-		now, known := snapshotTypes[value]
-		switch {
-		case !known:
-			return nil, api.Errorf(api.Invalid, "VolumeSnapshotClass parameter type %.80q is not known: snap and bi are", value)
-		case !now:
-			return nil, api.Errorf(api.Invalid, "VolumeSnapshotClass parameter type %s is not supported yet: snap and bi are",
-				value)
+		if err := set(key, given[key]); err != nil {
+			return c, err
 		}
 	}
-	if given["type"] == "bi" {
-		return c, nil
-	}
-	if c.parameters {
-		return nil, api.Errorf(api.Invalid, "VolumeSnapshotClass parameters exportType, nodeSelector and diskSelector are "+
-			"for type bi")
-	}
-	return nil, nil
+	return c, nil
 }
 
 // snapshotName is the name of the object for a snapshot's name: as objectName.
@@ -94,10 +93,14 @@ func (s *Server) CreateSnapshot(ctx context.Context, req *csi.CreateSnapshotRequ
 	if req.GetSourceVolumeId() == "" {
 		return nil, api.Errorf(api.Invalid, "snapshot %.80q: the request names no volume", req.GetName())
 	}
-	if class, err := snapshotClass(req.GetParameters()); err != nil {
+	class, err := parseSnapshotClass(req.GetParameters())
+	switch {
+	case err != nil:
 		return nil, err
-	} else if class != nil {
-		return s.createImageSnapshot(ctx, req, class)
+	case class.image != nil:
+		return s.createImageSnapshot(ctx, req, class.image)
+	case class.backup != nil:
+		return s.createBackupSnapshot(ctx, req, class.backup)
 	}
 	snap, err := s.ensureSnapshot(ctx, req)
 	if err != nil {
@@ -228,6 +231,9 @@ func (s *Server) DeleteSnapshot(ctx context.Context, req *csi.DeleteSnapshotRequ
 	if strings.HasPrefix(req.GetSnapshotId(), imageScheme) {
 		return &csi.DeleteSnapshotResponse{}, s.deleteImageSnapshot(ctx, req.GetSnapshotId())
 	}
+	if api.IsBackupHandle(req.GetSnapshotId()) {
+		return &csi.DeleteSnapshotResponse{}, s.deleteBackupSnapshot(ctx, req.GetSnapshotId())
+	}
 	snap, err := s.readSnapshot(ctx, req.GetSnapshotId())
 	if api.Is(err, api.NotFound) {
 		return &csi.DeleteSnapshotResponse{}, nil
@@ -271,6 +277,12 @@ func (s *Server) GetSnapshot(ctx context.Context, req *csi.GetSnapshotRequest) (
 			return nil, err
 		}
 		return &csi.GetSnapshotResponse{Snapshot: imageInCSI(img, id)}, nil
+	} else if api.IsBackupHandle(id) {
+		snap, err := s.getBackupSnapshot(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		return &csi.GetSnapshotResponse{Snapshot: snap}, nil
 	}
 	snap, err := s.readSnapshot(ctx, req.GetSnapshotId())
 	if err == nil && !isVisible(snap) {
@@ -314,6 +326,9 @@ func snapshotKey(s *csi.Snapshot) string {
 	if w, ok := parseImageHandle(s.SnapshotId); ok {
 		return "bi." + w.name
 	}
+	if _, name, ok := api.ParseBackupHandle(s.SnapshotId); ok {
+		return "bak." + name
+	}
 	return "snap." + s.SnapshotId[strings.LastIndexByte(s.SnapshotId, '/')+1:]
 }
 
@@ -329,6 +344,12 @@ func (s *Server) findSnapshots(ctx context.Context, id string) (all []*csi.Snaps
 			err = nil
 		}
 		return all, err
+	case api.IsBackupHandle(id):
+		snap, err := s.getBackupSnapshot(ctx, id)
+		if api.Is(err, api.NotFound) {
+			return nil, nil
+		}
+		return []*csi.Snapshot{snap}, err
 	case id != "":
 		snap, err := s.readSnapshot(ctx, id)
 		if err == nil && isVisible(snap) {
@@ -345,6 +366,9 @@ func (s *Server) findSnapshots(ctx context.Context, id string) (all []*csi.Snaps
 	}
 	if err := s.client.List(ctx, imgs); err != nil {
 		return nil, api.Explain(err, "list backing images")
+	}
+	if all, err = s.listBackups(ctx, snaps.Items); err != nil {
+		return nil, err
 	}
 	for i := range snaps.Items {
 		if isVisible(&snaps.Items[i]) {

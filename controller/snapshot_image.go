@@ -29,10 +29,9 @@ const (
 
 // imageClass is the rest of a VolumeSnapshotClass of type bi.
 type imageClass struct {
-	format     string
-	nodes      []string
-	disks      []string
-	parameters bool // any of these keys is set
+	format string
+	nodes  []string
+	disks  []string
 }
 
 func (c *imageClass) setParameter(key, value string) (err error) {
@@ -46,10 +45,9 @@ func (c *imageClass) setParameter(key, value string) (err error) {
 	case "diskSelector":
 		err = setTags(&c.disks, value)
 	default:
-		return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter %.80q is not known: type, and with type bi "+
-			"exportType, nodeSelector and diskSelector are", key)
+		return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter %.80q is not known: type bi takes exportType, "+
+			"nodeSelector and diskSelector", key)
 	}
-	c.parameters = true
 	if err != nil && api.KindOf(err) == api.Other {
 		err = api.Errorf(api.Invalid, "VolumeSnapshotClass parameter %s=%.80q: %w", key, value, err)
 	}
