@@ -21,7 +21,7 @@ import (
 
 func (a *app) backupCommand() *cobra.Command {
 	c := groupCommand("backup", "The content of volumes in a store outside of the cluster", "backups", "bak")
-	c.AddCommand(a.backupCreate(), a.backupList(), a.backupShow(), a.backupDelete())
+	c.AddCommand(a.backupCreate(), a.backupList(), a.backupShow(), a.backupRestore(), a.backupDelete())
 	return c
 }
 

@@ -23,7 +23,8 @@ func (a *app) imageCommand() *cobra.Command {
 }
 
 func (a *app) imageList() *cobra.Command {
-	return &cobra.Command{
+	all := false
+	c := &cobra.Command{
 		Use: "list", Short: "List the backing images", Aliases: []string{"ls"}, Args: checkArgs(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, done := a.withTimeout(cmd)
@@ -36,6 +37,7 @@ func (a *app) imageList() *cobra.Command {
 			if err := c.List(ctx, &list); err != nil {
 				return explain(ctx, err)
 			}
+			list.Items = slices.DeleteFunc(list.Items, func(i api.BackingImage) bool { return !all && i.IsHidden() })
 			return a.printList(cmd.OutOrStdout(), &list, "NAME STATE PROGRESS SOURCE VIRTUAL SIZE COPIES AGE",
 				func(o runtime.Object) []string {
 					i := o.(*api.BackingImage)
@@ -45,6 +47,8 @@ func (a *app) imageList() *cobra.Command {
 				})
 		},
 	}
+	c.Flags().BoolVar(&all, "all", false, "also the images of volumes that are being restored from a backup")
+	return c
 }
 
 func (a *app) imageShow() *cobra.Command {

@@ -23,16 +23,37 @@ func (a *app) volumeCommand() *cobra.Command {
 	return c
 }
 
+// volumeFlags are the flags of a new volume.
+type volumeFlags struct {
+	size, nodeTags, diskTags string
+	volume                   api.Volume
+}
+
+// addShared adds the flags for every new volume.
+func (f *volumeFlags) addShared(c *cobra.Command) {
+	spec := &f.volume.Spec
+	c.Flags().Int32Var(&spec.NumberOfReplicas, "replicas", 1, "number of replicas")
+	c.Flags().StringVar(&spec.DataLocality, "data-locality", "",
+		"disabled, best-effort (a replica moves to the node of the attached volume) or strict-local (only the node of "+
+			"the replica attaches the volume)")
+	c.Flags().StringVar(&spec.ReplicaAutoBalance, "auto-balance", "",
+		"whether replicas move to better places: ignored (as the setting says), disabled, least-effort or best-effort")
+	c.Flags().StringVar(&f.nodeTags, "node-selector", "", "only nodes with these tags: a,b")
+	c.Flags().StringVar(&f.diskTags, "disk-selector", "", "only disks with these tags: a,b")
+}
+
 func (a *app) volumeCreate() *cobra.Command {
-	var size, from, nodeTags, diskTags string
-	var v api.Volume
+	var f volumeFlags
+	var from, backup string
+	v := &f.volume
 	c := &cobra.Command{
 		Use:   "create NAME",
-		Short: "Create a volume: blank, or with the content of an image, a snapshot or another volume",
+		Short: "Create a volume: blank, or with the content of an image, a snapshot, a backup or another volume",
 		Example: "  drover volume create scratch --size 10Gi\n" +
 			"  drover volume create vm-1 --image debian            # as large as the image\n" +
 			"  drover volume create copy --from db                 # a volume as it is now, or a snapshot\n" +
 			"  drover volume create copy --from db --clone-mode full-copy\n" +
+			"  drover volume create again --from-backup db-friday  # as large as the backup\n" +
 			"  drover volume create db --size 100Gi --fs xfs",
 		Args: checkArgs(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -43,11 +64,7 @@ func (a *app) volumeCreate() *cobra.Command {
 				return err
 			}
 			began := time.Now()
-			if err := checkName("volume", left[0]); err != nil {
-				return err
-			}
 			v.Name = left[0]
-			v.Spec.NodeSelector, v.Spec.DiskSelector = parseTags(nodeTags), parseTags(diskTags)
 			if v.Spec.CloneMode == "linked-clone" { // as in a StorageClass
 				v.Spec.CloneMode = api.CloneLinked
 			}
@@ -56,56 +73,70 @@ func (a *app) volumeCreate() *cobra.Command {
 				return usagef("--clone-mode says how to begin with the content of another volume: add --from")
 			case v.Spec.CloneMode != "" && v.Spec.CloneMode != api.CloneLinked && v.Spec.CloneMode != api.CloneFull:
 				return usagef("--clone-mode %q: want %s or %s", v.Spec.CloneMode, api.CloneLinked, api.CloneFull)
+			case backup != "" && (from != "" || v.Spec.BackingImage != ""):
+				return usagef("--from-backup, --from and --image: a volume begins with one of them")
 			}
-			if from != "" {
-				err = setSource(ctx, c, &v.Spec, from, size)
-			} else {
-				v.Spec.Size, err = wantedSize(ctx, c, size, v.Spec.BackingImage)
+			if err := checkName("volume", v.Name); err != nil {
+				return err
+			}
+			switch {
+			case backup != "":
+				err = setBackup(ctx, c, &v.Spec, backup, f.size)
+			case from != "":
+				err = setSource(ctx, c, &v.Spec, from, f.size)
+			default:
+				v.Spec.Size, err = wantedSize(ctx, c, f.size, v.Spec.BackingImage)
 			}
 			if err != nil {
 				return err
 			}
-			if err := c.Create(ctx, &v); err != nil {
-				if apierrors.IsAlreadyExists(err) {
-					return api.Errorf(api.Exists, "volume %q exists already: see `drover volume show %s`", v.Name, v.Name)
-				}
-				return explain(ctx, err)
-			}
-			vol, err := awaitVolume(ctx, c, v.Name, cmd.ErrOrStderr(), func(v *api.Volume) bool {
-				return v.Status.State != "" && v.Status.State != api.VolumeCreating
-			})
-			if err != nil {
-				return err
-			}
-			return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
-				from := ""
-				if vol.Spec.DataSource != "" {
-					from = " from " + vol.Spec.DataSource
-				} else if vol.Spec.BackingImage != "" {
-					from = fmt.Sprintf(" from image %q", vol.Spec.BackingImage)
-				}
-				fmt.Fprintf(w, "volume %q created: %s%s, in %s\n", vol.Name, api.SizeText(vol.Spec.Size), from,
-					seconds(time.Since(began)))
-			})
+			return a.makeVolume(ctx, cmd, c, &f, began)
 		},
 	}
-	c.Flags().StringVar(&size, "size", "",
-		"size: 10Gi, 500Mi (default with --image and --from: that of the image or source)")
+	c.Flags().StringVar(&f.size, "size", "",
+		"size: 10Gi, 500Mi (default with --image, --from and --from-backup: that of the image, source or backup)")
 	c.Flags().StringVar(&from, "from", "", "volume or snapshot whose content the volume begins with, by name or handle")
 	c.Flags().StringVar(&v.Spec.CloneMode, "clone-mode", "",
 		"with --from: linked (default: at once, the volumes share layers) or full-copy (Drover copies all layers)")
 	c.Flags().StringVar(&v.Spec.BackingImage, "image", "", "backing image whose content the volume begins with")
-	c.Flags().Int32Var(&v.Spec.NumberOfReplicas, "replicas", 1, "number of replicas")
+	c.Flags().StringVar(&backup, "from-backup", "",
+		"backup whose content the volume begins with, by name, handle or URL")
 	c.Flags().StringVar(&v.Spec.FSType, "fs", "", "filesystem that the first mount makes: ext4, xfs or btrfs")
 	c.Flags().StringVar(&v.Spec.MkfsParams, "mkfs-params", "", "further options for mkfs")
-	c.Flags().StringVar(&v.Spec.DataLocality, "data-locality", "",
-		"disabled, best-effort (a replica moves to the node of the attached volume) or strict-local (only the node of "+
-			"the replica attaches the volume)")
-	c.Flags().StringVar(&v.Spec.ReplicaAutoBalance, "auto-balance", "",
-		"whether replicas move to better places: ignored (as the setting says), disabled, least-effort or best-effort")
-	c.Flags().StringVar(&nodeTags, "node-selector", "", "only nodes with these tags: a,b")
-	c.Flags().StringVar(&diskTags, "disk-selector", "", "only disks with these tags: a,b")
+	f.addShared(c)
 	return c
+}
+
+// makeVolume creates a volume and waits until the volume can be used.
+func (a *app) makeVolume(ctx context.Context, cmd *cobra.Command, c client.WithWatch, f *volumeFlags,
+	began time.Time) error {
+	v := &f.volume
+	v.Spec.NodeSelector, v.Spec.DiskSelector = parseTags(f.nodeTags), parseTags(f.diskTags)
+	if err := c.Create(ctx, v); err != nil {
+		if apierrors.IsAlreadyExists(err) {
+			return api.Errorf(api.Exists, "volume %q exists already: see `drover volume show %s`", v.Name, v.Name)
+		}
+		return explain(ctx, err)
+	}
+	vol, err := awaitVolume(ctx, c, v.Name, cmd.ErrOrStderr(), func(v *api.Volume) bool {
+		return v.Status.State != "" && v.Status.State != api.VolumeCreating
+	})
+	if err != nil {
+		return err
+	}
+	return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
+		from := ""
+		switch {
+		case vol.Spec.DataSource != "":
+			from = " from " + vol.Spec.DataSource
+		case vol.Spec.BackingImage != "":
+			from = fmt.Sprintf(" from image %q", vol.Spec.BackingImage)
+		case vol.Spec.FromBackup != "":
+			from = fmt.Sprintf(" from backup %q", api.BackupOfURL(vol.Spec.FromBackup))
+		}
+		fmt.Fprintf(w, "volume %q created: %s%s, in %s\n", vol.Name, api.SizeText(vol.Spec.Size), from,
+			seconds(time.Since(began)))
+	})
 }
 
 // setSource makes the content of a volume or a snapshot the source of a new volume.
@@ -189,6 +220,9 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 		why := unreadyReason(v)
 		if c := v.Status.CloneStatus; c != nil && c.State == api.CloneInitiated && c.Progress > 0 {
 			why = fmt.Sprintf("%d %% are copied", c.Progress/10*10)
+		}
+		if r := v.Status.RestoreStatus; r != nil && r.State == api.CloneInitiated && r.Message == "" && r.Progress < 100 {
+			why = fmt.Sprintf("%d %% of backup %q are restored", r.Progress/10*10, r.Backup)
 		}
 		if why != "" && why != told {
 			told = why
@@ -376,6 +410,13 @@ func (a *app) volumeRetry() *cobra.Command {
 func sourceText(v *api.Volume) string {
 	if c := v.Status.CloneStatus; c != nil {
 		return v.Spec.DataSource + " (" + string(c.State) + ")" + colon(c.Message)
+	}
+	if r := v.Status.RestoreStatus; r != nil {
+		text := fmt.Sprintf("backup %s (%s", r.Backup, r.State)
+		if r.State != api.CloneCompleted {
+			text += fmt.Sprintf(", %d %%", r.Progress)
+		}
+		return text + ")" + colon(r.Message)
 	}
 	return v.Spec.DataSource
 }

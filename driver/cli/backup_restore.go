@@ -1,0 +1,106 @@
+package cli
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+)
+
+func (a *app) backupRestore() *cobra.Command {
+	var f volumeFlags
+	c := &cobra.Command{
+		Use: "restore BACKUP", Short: "Make a volume with the content of a backup",
+		Long: "Makes a volume with the content of a backup, which may be one of another cluster. The volume of the backup\n" +
+			"stays as it is. The new volume needs the backup until `drover volume show` says that the restore is completed.",
+		Example: "  drover backup restore db-friday\n  drover backup restore db-friday --name db-again --replicas 2\n" +
+			"  drover backup restore db-friday --name db-large --size 200Gi",
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(backups, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.withTimeout(cmd)
+			defer done()
+			c, err := a.newClient()
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			b, err := findBackup(ctx, c, left[0])
+			if err != nil {
+				return err
+			}
+			v := &f.volume
+			if v.Name == "" {
+				v.Name = b.Name
+			}
+			if err := checkName("volume", v.Name); err != nil {
+				return err
+			}
+			if err := restoreInto(&v.Spec, b, f.size); err != nil {
+				return err
+			}
+			return a.makeVolume(ctx, cmd, c, &f, began)
+		},
+	}
+	c.Flags().StringVar(&f.volume.Name, "name", "", "name of the volume (default: the backup's)")
+	c.Flags().StringVar(&f.size, "size", "", "size: 10Gi, 500Mi (default: the backup's)")
+	f.addShared(c)
+	return c
+}
+
+// findBackup finds a backup by name, handle or URL.
+func findBackup(ctx context.Context, c client.Client, text string) (*api.Backup, error) {
+	name := text
+	volume, of, isHandle := api.ParseBackupHandle(text)
+	if isHandle {
+		name = of
+	}
+	if api.BackupOfURL(text) == "" {
+		b := &api.Backup{}
+		err := getObject(ctx, c, "backup", name, b)
+		if err == nil && isHandle && b.Spec.Volume != volume {
+			err = api.Errorf(api.NotFound, "backup %q is one of volume %q, not of %q", name, b.Spec.Volume, volume)
+		}
+		return b, err
+	}
+	var list api.BackupList
+	if err := c.List(ctx, &list); err != nil {
+		return nil, explain(ctx, err)
+	}
+	i := slices.IndexFunc(list.Items, func(b api.Backup) bool { return b.Status.URL == text })
+	if i < 0 { // not repeated: the text may hold a password
+		return nil, api.Errorf(api.NotFound, "no backup has this URL: make a target for its store with `drover target "+
+			"create`, and compare with `drover backup show`")
+	}
+	return &list.Items[i], nil
+}
+
+// setBackup makes the content of a backup the source of a new volume.
+func setBackup(ctx context.Context, c client.Client, spec *api.VolumeSpec, backup, size string) error {
+	b, err := findBackup(ctx, c, backup)
+	if err != nil {
+		return err
+	}
+	return restoreInto(spec, b, size)
+}
+
+func restoreInto(spec *api.VolumeSpec, b *api.Backup, size string) (err error) {
+	if err := api.RestorableBackup(b); err != nil {
+		return api.Errorf(api.KindOf(err), "%w: see `drover backup show %s`", err, b.Name)
+	}
+	least := api.RoundSize(b.Status.VolumeSize)
+	spec.FromBackup, spec.Size = b.Status.URL, least
+	if size != "" {
+		if spec.Size, err = volumeSize(size); err != nil {
+			return err
+		}
+	}
+	if spec.Size < least {
+		return api.Errorf(api.OutOfRange, "%s is less than the %s of backup %q: ask for at least that, or leave --size out",
+			api.SizeText(spec.Size), api.SizeText(least), b.Name)
+	}
+	return nil
+}
