@@ -203,6 +203,26 @@ func resticReadsBackups(t *testing.T, w *world) {
 	do(t, c.down, c.remove)
 	w.must("image", "delete", "of-third")
 
+	// So has a volume of the backup, and a clone of this volume, also when the hidden image is deleted.
+	w.must("backup", "restore", "third", "--name", "again")
+	if !comes(func() bool {
+		var v api.Volume
+		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "again"}, &v))
+		var images api.BackingImageList
+		must(t, w.objects.List(t.Context(), &images))
+		return v.Status.RestoreStatus.State == api.CloneCompleted && len(images.Items) == 0
+	}) {
+		t.Errorf("the restore does not end: %s%s", w.must("volume", "show", "again"), w.must("image", "list", "--all"))
+	}
+	w.must("volume", "create", "clone-of-again", "--from", "again")
+	w.must("volume", "delete", "again")
+	w.must("volume", "attach", "clone-of-again")
+	var att api.Attachment
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "clone-of-again"}, &att))
+	compareWithDevice(t, &pod{target: att.Status.Device}, d.want)
+	w.must("volume", "detach", "clone-of-again")
+	w.must("volume", "delete", "clone-of-again")
+
 	// The backup outlives the volume; the rest is deleted, with its space.
 	for _, s := range []string{"first", "second"} {
 		w.must("backup", "delete", s)
