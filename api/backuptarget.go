@@ -143,11 +143,13 @@ type BackupTargetList struct {
 // DefaultPollInterval is the interval of a target that names none.
 const DefaultPollInterval = 5 * time.Minute
 
-// TargetURLs are the forms of URLs of stores: a folder that every node has, an NFS export, an SMB share, a bucket.
-const TargetURLs = "file:///PATH, nfs://HOST:/PATH, cifs://HOST/SHARE/PATH or s3://BUCKET@REGION/PATH"
+// TargetURLs are the forms of URLs of stores: a folder that every node has, an NFS export, an SMB share, a bucket of S3,
+// a container of Azure, a folder of an SSH server.
+const TargetURLs = "file:///PATH, nfs://HOST:/PATH, cifs://HOST/SHARE/PATH, s3://BUCKET@REGION/PATH, " +
+	"azblob://CONTAINER@core.windows.net/PATH or sftp://USER@HOST:PORT/PATH"
 
 // TargetSchemes are the schemes of TargetURLs, with their other names.
-var TargetSchemes = []string{"file", "vfs", "nfs", "cifs", "smb", "s3"}
+var TargetSchemes = []string{"file", "vfs", "nfs", "cifs", "smb", "s3", "azblob", "sftp"}
 
 // Keys of a target's Secret, as Longhorn names them, and the keys of the repository. A missing key is not used.
 const (
@@ -157,9 +159,23 @@ const (
 	SecretEndpoints    = "AWS_ENDPOINTS" // URL of the server; empty: Amazon's
 	SecretCert         = "AWS_CERT"      // PEM: authorities that are trusted besides the system's
 	SecretVirtualHost  = "VIRTUAL_HOSTED_STYLE"
-	SecretHTTPProxy    = "HTTP_PROXY"
-	SecretHTTPSProxy   = "HTTPS_PROXY"
-	SecretNoProxy      = "NO_PROXY"
+	// SecretRole takes the place of the keys: the node's identity, or the machine's role, gives credentials.
+	SecretRole = "AWS_IAM_ROLE_ARN"
+
+	SecretAzureAccount  = "AZBLOB_ACCOUNT_NAME"
+	SecretAzureKey      = "AZBLOB_ACCOUNT_KEY"
+	SecretAzureEndpoint = "AZBLOB_ENDPOINT" // URL of the account's blob service; empty: Azure's
+	SecretAzureCert     = "AZBLOB_CERT"     // PEM: authorities that are trusted besides the system's
+
+	SecretHTTPProxy  = "HTTP_PROXY"
+	SecretHTTPSProxy = "HTTPS_PROXY"
+	SecretNoProxy    = "NO_PROXY"
+
+	SecretSFTPPassword   = "SFTP_PASSWORD"
+	SecretSFTPKey        = "SFTP_PRIVATE_KEY"
+	SecretSFTPPassphrase = "SFTP_PRIVATE_KEY_PASSPHRASE"
+	SecretKnownHosts     = "SFTP_KNOWN_HOSTS" // lines of known_hosts with the keys of the server
+
 	SecretCIFSUser     = "CIFS_USERNAME" // of an SMB share; empty: a guest
 	SecretCIFSPassword = "CIFS_PASSWORD"
 	// SecretBackupPassword is the password of the repository; without it, the repository has the published password.

@@ -1,6 +1,7 @@
 // Package target is the seam to the stores of backup targets: a store keeps whole objects by name. Below the package
-// lie the stores, folder and s3; bounded, which ends the calls of a store that hangs; address, which opens the store of
-// a URL; and targettest, the contract that each of them passes.
+// lie the stores folder, share, s3, azure and sftp; web, which the stores behind HTTP share; bounded, which ends the calls
+// of a store that hangs; address, which opens the store of a URL; and targettest, the contract that each of them
+// passes.
 //
 // Each store keeps these invariants. An object is whole or absent: neither a power loss nor a failed Put leaves a torn
 // object, and List never shows one. Put and Delete return after their effect is durable. Only names that CheckName
@@ -9,8 +10,8 @@
 // room Full, a store that does not answer Unavailable. An error holds no secret. The end of a caller's context ends the
 // operation, and errors.Is finds the context's error.
 //
-// A store has no goroutine that outlives a call, other than the idle connections of s3 and the abandoned calls of
-// bounded, for which Close answers.
+// A store has no goroutine that outlives a call, other than the idle connections of s3, azure and sftp and the
+// abandoned calls of bounded, for which Close answers.
 package target
 
 import (

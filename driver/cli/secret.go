@@ -35,10 +35,14 @@ func parseSecret(s string) (*api.SecretRef, error) {
 	return ref, nil
 }
 
-// secretKeys are the keys that a file of credentials may have. A certificate has several lines.
+// secretKeys are the keys that a file of credentials may have, besides longKeys.
 var secretKeys = []string{api.SecretAccessKey, api.SecretSecretKey, api.SecretSessionToken, api.SecretEndpoints,
-	api.SecretVirtualHost, api.SecretHTTPProxy, api.SecretHTTPSProxy, api.SecretNoProxy, api.SecretCIFSUser,
-	api.SecretCIFSPassword, api.SecretBackupPassword, api.SecretResticPassword}
+	api.SecretVirtualHost, api.SecretHTTPProxy, api.SecretHTTPSProxy, api.SecretNoProxy, api.SecretRole,
+	api.SecretAzureAccount, api.SecretAzureKey, api.SecretAzureEndpoint, api.SecretCIFSUser, api.SecretCIFSPassword,
+	api.SecretSFTPPassword, api.SecretSFTPPassphrase, api.SecretKnownHosts, api.SecretBackupPassword, api.SecretResticPassword}
+
+// longKeys are the keys whose values have several lines.
+var longKeys = []string{api.SecretCert, api.SecretAzureCert, api.SecretSFTPKey}
 
 // readValues reads the files that the flags name, as the content of a Secret; no file is nil. Errors name files, lines
 // and keys, and never print a value.
@@ -120,7 +124,7 @@ func parseCredentials(path string, text []byte) (map[string][]byte, error) {
 		switch {
 		case !ok:
 			return nil, refuse("is not KEY=VALUE")
-		case key == api.SecretCert:
+		case slices.Contains(longKeys, key):
 			return nil, refuse("is %s, which has several lines: make the Secret with kubectl, and name it with --secret", key)
 		case !slices.Contains(secretKeys, key):
 			return nil, refuse("has an unknown key: the keys are %s", strings.Join(secretKeys, ", "))

@@ -44,9 +44,10 @@ func (a *app) targetCreate() *cobra.Command {
 			"NAME the target is \"" + api.DefaultBackupTarget + "\", which backups use that name no target.\n" +
 			"\n" +
 			"file:///PATH is a folder that every node has under this path. nfs://HOST:/PATH is an NFS export and\n" +
-			"cifs://HOST/SHARE/PATH an SMB share, which Drover mounts for itself. s3://BUCKET@REGION/PATH is a bucket.\n" +
-			"A Secret has the credentials. Drover encrypts all backups with the password of the Secret; without a\n" +
-			"password, with a published one that keeps nothing secret.",
+			"cifs://HOST/SHARE/PATH an SMB share, which Drover mounts for itself. s3://BUCKET@REGION/PATH is a bucket,\n" +
+			"azblob://CONTAINER@core.windows.net/PATH a container of Azure, sftp://USER@HOST:PORT/PATH a folder of an\n" +
+			"SSH server. A Secret has the credentials. Drover encrypts all backups with the password of the Secret;\n" +
+			"without a password, with a published one that keeps nothing secret.",
 		Example: "  drover target create file:///mnt/backups --password-file ./password\n" +
 			"  drover target create nas nfs://nas.example:/exports/backups --password-file ./password\n" +
 			"  drover target create offsite s3://backups@eu-west-1/drover --credentials-file ./s3.env\n" +

@@ -1,6 +1,6 @@
 // Package address turns the URL and the Secret of a BackupTarget into a store. Users of Longhorn know the URLs:
-// file:///PATH (or vfs:///PATH) for a folder that every node has, nfs://HOST:/PATH, cifs://HOST/SHARE/PATH and
-// s3://BUCKET@REGION/PATH.
+// file:///PATH (or vfs:///PATH) for a folder that every node has, nfs://HOST:/PATH, cifs://HOST/SHARE/PATH,
+// s3://BUCKET@REGION/PATH and azblob://CONTAINER@core.windows.net/PATH. sftp://USER@HOST:PORT/PATH is Drover's own.
 //
 // Invariants: no error holds a value of the Secret, nor user information of the URL; Parse reaches no network and no
 // file; the store of Open answers or fails in time, also on the share of a dead file server. The package starts no
@@ -18,9 +18,11 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target"
+	"drover.io/drover/backups/target/azure"
 	"drover.io/drover/backups/target/bounded"
 	"drover.io/drover/backups/target/folder"
 	"drover.io/drover/backups/target/s3"
+	"drover.io/drover/backups/target/sftp"
 	"drover.io/drover/backups/target/share"
 )
 
@@ -29,7 +31,14 @@ type Address struct {
 	folder string      // of a folder store
 	share  share.Share // of a store on a file server
 
-	bucket, region, prefix string
+	bucket, region string
+
+	container string // of an Azure store
+	cloud     string // suffix of the names of Azure's servers
+
+	prefix string // in the bucket or container
+
+	host, port, user, root string // of an SSH server
 }
 
 // Parse checks the URL of a BackupTarget. Errors are of kind Invalid, or Unsupported for a store that Drover does not
@@ -40,7 +49,7 @@ func Parse(text string) (Address, error) {
 		return Address{}, invalid("not a URL; write " + api.TargetURLs)
 	}
 	parse := map[string]func(*url.URL) (Address, error){"file": parseFolder, "vfs": parseFolder, "nfs": parseShare,
-		"cifs": parseShare, "smb": parseShare, "s3": parseBucket}[u.Scheme]
+		"cifs": parseShare, "smb": parseShare, "s3": parseBucket, "azblob": parseContainer, "sftp": parseServer}[u.Scheme]
 	switch _, hasPassword := u.User.Password(); {
 	case u.Scheme == "":
 		return Address{}, invalid("has no scheme; write " + api.TargetURLs)
@@ -108,6 +117,14 @@ func parseShare(u *url.URL) (Address, error) {
 var (
 	bucketName = regexp.MustCompile(`^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$`)
 	regionName = regexp.MustCompile(`^[A-Za-z0-9_-]{0,64}$`)
+
+	containerName = regexp.MustCompile(`^[a-z0-9](-?[a-z0-9])+$`)
+	cloudName     = regexp.MustCompile(`^[a-z0-9-]+(\.[a-z0-9-]+)+$`)
+
+	hostName = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?$`)
+	userName = regexp.MustCompile(`^[A-Za-z0-9._][A-Za-z0-9._@-]{0,127}$`)
+
+	accountName = regexp.MustCompile(`^[a-z0-9]{3,24}$`)
 )
 
 // parseBucket parses s3://BUCKET@REGION/PATH, which has the bucket in place of a user, and s3://BUCKET/PATH.
@@ -130,16 +147,58 @@ func parseBucket(u *url.URL) (Address, error) {
 	case !regionName.MatchString(a.region):
 		return Address{}, invalid("the region has a name that S3 does not allow; write letters, digits, '_' and '-'")
 	}
-	if a.prefix != "" {
-		if err := target.CheckPrefix(a.prefix + "/"); err != nil {
-			return Address{}, api.Errorf(api.Invalid, "URL of the backup target: the path in the bucket is refused: %w", err)
-		}
+	return a, a.checkPrefix()
+}
+
+// parseContainer parses azblob://CONTAINER@core.windows.net/PATH.
+func parseContainer(u *url.URL) (Address, error) {
+	a := Address{container: u.User.Username(), cloud: u.Host, prefix: strings.Trim(u.Path, "/")}
+	switch {
+	case u.Opaque != "" || !containerName.MatchString(a.container) || len(a.container) < 3 ||
+		len(a.container) > 63:
+		return Address{}, invalid("names no container of Azure; write azblob://CONTAINER@core.windows.net/PATH, with 3 to 63 " +
+			"small letters, digits and single '-'")
+	case len(a.cloud) > 100 || !cloudName.MatchString(a.cloud):
+		return Address{}, invalid("names no cloud of Azure, or a port; write azblob://CONTAINER@core.windows.net/PATH, and " +
+			"another server as " + api.SecretAzureEndpoint + " into the target's Secret")
+	}
+	return a, a.checkPrefix()
+}
+
+// parseServer parses sftp://USER@HOST:PORT/PATH.
+func parseServer(u *url.URL) (Address, error) {
+	a := Address{host: u.Hostname(), port: u.Port(), user: u.User.Username(), root: u.Path}
+	if len(a.root) > 1 {
+		a.root = strings.TrimSuffix(a.root, "/")
+	}
+	_, notIP := netip.ParseAddr(a.host)
+	switch {
+	case u.Opaque != "" || notIP != nil && !hostName.MatchString(a.host):
+		return Address{}, invalid("names no host; write sftp://USER@HOST:PORT/PATH")
+	case !userName.MatchString(a.user):
+		return Address{}, invalid("has no user, or one with other than letters, digits and '._@-'; write " +
+			"sftp://USER@HOST:PORT/PATH")
+	case !path.IsAbs(a.root) || path.Clean(a.root) != a.root || strings.ContainsFunc(a.root, unicode.IsControl):
+		return Address{}, invalid("the path of the folder has an element '.' or '..', a double slash or a control " +
+			"character, or no slash at the begin; write the plain path")
 	}
 	return a, nil
 }
 
+// checkPrefix refuses a path in a bucket or container that is no prefix of names.
+func (a Address) checkPrefix() error {
+	if a.prefix == "" {
+		return nil
+	}
+	if err := target.CheckPrefix(a.prefix + "/"); err != nil {
+		return api.Errorf(api.Invalid, "URL of the backup target: the path in the bucket is refused: %w", err)
+	}
+	return nil
+}
+
 // Open opens the store with the Secret of the target, which may be nil. The caller closes the store if it is an
-// io.Closer. A folder must exist; a share is mounted by mounts; S3 sends no request.
+// io.Closer. A folder must exist; a share is mounted by mounts; an SSH server
+// is asked; S3 and Azure send no request.
 func (a Address) Open(ctx context.Context, secret map[string][]byte, mounts *share.Mounts) (target.Store, error) {
 	switch {
 	case a.bucket != "":
@@ -148,6 +207,18 @@ func (a Address) Open(ctx context.Context, secret map[string][]byte, mounts *sha
 			return nil, err
 		}
 		return opened(s3.New(config))
+	case a.container != "":
+		config, err := a.containerConfig(secret)
+		if err != nil {
+			return nil, err
+		}
+		return opened(azure.New(config))
+	case a.host != "":
+		config, err := a.serverConfig(secret)
+		if err != nil {
+			return nil, err
+		}
+		return opened(sftp.Open(ctx, config))
 	case a.share != share.Share{}:
 		login, err := a.shareLogin(secret)
 		if err != nil {

@@ -26,8 +26,8 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// TestURLsOfFoldersAndBuckets: Parse reads the forms of URLs that Drover and Longhorn have.
-func TestURLsOfFoldersAndBuckets(t *testing.T) {
+// TestURLsOfStores: Parse reads the forms of URLs that Drover and Longhorn have.
+func TestURLsOfStores(t *testing.T) {
 	for text, want := range map[string]Address{
 		"file:///mnt/backups":                   {folder: "/mnt/backups"},
 		"vfs:///mnt/backups/":                   {folder: "/mnt/backups"},
@@ -38,6 +38,11 @@ func TestURLsOfFoldersAndBuckets(t *testing.T) {
 		"s3://back.ups-2/a":                     {bucket: "back.ups-2", prefix: "a"},
 		"s3://backups":                          {bucket: "backups"},
 		"s3://backups@/a":                       {bucket: "backups", prefix: "a"},
+		"azblob://backups@core.windows.net/":    {container: "backups", cloud: "core.windows.net"},
+		"azblob://b-1@core.chinacloudapi.cn/a/": {container: "b-1", cloud: "core.chinacloudapi.cn", prefix: "a"},
+		"sftp://me@server:2222/srv/a/":          {host: "server", port: "2222", user: "me", root: "/srv/a"},
+		"sftp://u123@nas.example/":              {host: "nas.example", user: "u123", root: "/"},
+		"sftp://me@[2001:db8::1]/a%20b":         {host: "2001:db8::1", user: "me", root: "/a b"},
 		"s3://" + strings.Repeat("a", 63) + "/": {bucket: strings.Repeat("a", 63)},
 	} {
 		if got, err := Parse(text); err != nil || got != want {
@@ -72,8 +77,23 @@ func TestBadURLsAreRefused(t *testing.T) {
 		"cifs://hush@server/a":                  api.Invalid,
 		"cifs://hush/":                          api.Invalid,
 		"smb://server/a?cifsOptions=pass=hush":  api.Invalid,
-		"azblob://hush@core.windows.net/a":      api.Unsupported,
-		"sftp://user:hush@server/a":             api.Unsupported,
+		"azblob://hush/a":                       api.Invalid,
+		"azblob://user:hush@core.windows.net/a": api.Invalid,
+		"azblob://hush--a@core.windows.net/a":   api.Invalid,
+		"azblob://HUSH@core.windows.net/a":      api.Invalid,
+		"azblob://hush@localhost/a":             api.Invalid,
+		"azblob://hush@core.windows.net:1/a":    api.Invalid,
+		"azblob://hush@core.windows.net/../a":   api.Invalid,
+		"azblob://hush@core.windows.net/a?b":    api.Invalid,
+		"sftp://user:hush@server/a":             api.Invalid,
+		"sftp://hush/a":                         api.Invalid,
+		"sftp://hush@server":                    api.Invalid,
+		"sftp://hush@server/../a":               api.Invalid,
+		"sftp://hush@server/a%00":               api.Invalid,
+		"sftp://hu%20sh@server/a":               api.Invalid,
+		"sftp://-hush@server/a":                 api.Invalid,
+		"sftp://hush@-server/a":                 api.Invalid,
+		"sftp://hush@/a":                        api.Invalid,
 		"%hush://":                              api.Invalid,
 		"s3://user:hush@back ups/":              api.Invalid,
 		"file:///a%zzhush":                      api.Invalid,

@@ -2,17 +2,22 @@ package address
 
 import (
 	"net/url"
+	"os"
 	"slices"
 	"strings"
 	"unicode"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/target/azure"
 	"drover.io/drover/backups/target/s3"
+	"drover.io/drover/backups/target/sftp"
 	"drover.io/drover/backups/target/share"
+	"drover.io/drover/backups/target/web"
 )
 
-// secretRoleARN is Longhorn's key for credentials of a role, which Drover cannot use yet.
-const secretRoleARN = "AWS_IAM_ROLE_ARN"
+// tokenVariable is the environment variable with the file of a web identity's token. The operator sets it, or a webhook
+// of the cluster; a Secret does not, because the store sends the content of the file to a server of the Secret.
+const tokenVariable = "AWS_WEB_IDENTITY_TOKEN_FILE"
 
 // Password is the password of the repository. own is false if everybody knows the password. Errors are of kind Invalid.
 func Password(secret map[string][]byte) (password string, own bool, err error) {
@@ -61,18 +66,15 @@ func (a Address) shareLogin(secret map[string][]byte) (share.Credentials, error)
 
 // bucketConfig is the configuration of an S3 store.
 func (a Address) bucketConfig(secret map[string][]byte) (s3.Config, error) {
-	if value(secret, secretRoleARN) != "" {
-		return s3.Config{}, api.Errorf(api.Unsupported, "Secret of the backup target: %s is not supported yet; remove the "+
-			"key and give %s and %s", secretRoleARN, api.SecretAccessKey, api.SecretSecretKey)
-	}
+	role := a.role(secret)
 	for _, key := range []string{api.SecretAccessKey, api.SecretSecretKey} {
-		if value(secret, key) == "" {
-			return s3.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s is missing; give %s and %s", key,
-				api.SecretAccessKey, api.SecretSecretKey)
+		if value(secret, key) == "" && role == nil {
+			return s3.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s is missing; give %s and %s, or %s", key,
+				api.SecretAccessKey, api.SecretSecretKey, api.SecretRole)
 		}
 	}
 	if err := refuseControl(secret, api.SecretAccessKey, api.SecretSecretKey, api.SecretSessionToken, api.SecretEndpoints,
-		api.SecretNoProxy); err != nil {
+		api.SecretNoProxy, api.SecretRole); err != nil {
 		return s3.Config{}, err
 	}
 	config := s3.Config{
@@ -80,11 +82,10 @@ func (a Address) bucketConfig(secret map[string][]byte) (s3.Config, error) {
 		Region:       a.region,
 		Bucket:       a.bucket,
 		Prefix:       a.prefix,
-		AccessKey:    s3.Secret(value(secret, api.SecretAccessKey)),
-		SecretKey:    s3.Secret(value(secret, api.SecretSecretKey)),
-		SessionToken: s3.Secret(value(secret, api.SecretSessionToken)),
-		CA:           secret[api.SecretCert],
-		NoProxy:      value(secret, api.SecretNoProxy),
+		AccessKey:    web.Secret(value(secret, api.SecretAccessKey)),
+		SecretKey:    web.Secret(value(secret, api.SecretSecretKey)),
+		SessionToken: web.Secret(value(secret, api.SecretSessionToken)),
+		Role:         role,
 	}
 	switch {
 	case value(secret, api.SecretVirtualHost) == "true":
@@ -93,15 +94,75 @@ func (a Address) bucketConfig(secret map[string][]byte) (s3.Config, error) {
 		config.Addressing = s3.Path
 	}
 	var err error
-	if config.HTTPProxy, err = proxy(secret, api.SecretHTTPProxy); err != nil {
-		return s3.Config{}, err
-	}
-	config.HTTPSProxy, err = proxy(secret, api.SecretHTTPSProxy)
+	config.Network, err = network(secret, api.SecretCert)
 	return config, err
 }
 
+// role is the role of an S3 store without keys, or nil.
+func (a Address) role(secret map[string][]byte) *s3.Role {
+	arn := value(secret, api.SecretRole)
+	if arn == "" || value(secret, api.SecretAccessKey) != "" || value(secret, api.SecretSecretKey) != "" {
+		return nil
+	}
+	return &s3.Role{ARN: arn, TokenFile: os.Getenv(tokenVariable)}
+}
+
+// containerConfig is the configuration of an Azure store.
+func (a Address) containerConfig(secret map[string][]byte) (azure.Config, error) {
+	for _, key := range []string{api.SecretAzureAccount, api.SecretAzureKey} {
+		if value(secret, key) == "" {
+			return azure.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s is missing; give %s and %s", key,
+				api.SecretAzureAccount, api.SecretAzureKey)
+		}
+	}
+	account := value(secret, api.SecretAzureAccount)
+	if !accountName.MatchString(account) {
+		return azure.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s is not the name of an account; write "+
+			"small letters and digits", api.SecretAzureAccount)
+	}
+	if err := refuseControl(secret, api.SecretAzureKey, api.SecretAzureEndpoint, api.SecretNoProxy); err != nil {
+		return azure.Config{}, err
+	}
+	config := azure.Config{Account: account, Key: web.Secret(value(secret, api.SecretAzureKey)),
+		Endpoint: value(secret, api.SecretAzureEndpoint), Container: a.container, Prefix: a.prefix}
+	if config.Endpoint == "" {
+		config.Endpoint = "https://" + account + ".blob." + a.cloud
+	}
+	var err error
+	config.Network, err = network(secret, api.SecretAzureCert)
+	return config, err
+}
+
+// serverConfig is the configuration of an SFTP store.
+func (a Address) serverConfig(secret map[string][]byte) (sftp.Config, error) {
+	switch {
+	case value(secret, api.SecretSFTPPassword) == "" && value(secret, api.SecretSFTPKey) == "":
+		return sftp.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s and %s are missing; give one of them",
+			api.SecretSFTPPassword, api.SecretSFTPKey)
+	case value(secret, api.SecretKnownHosts) == "":
+		return sftp.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s is missing; give the server's line of "+
+			"ssh-keyscan, after a comparison with the server", api.SecretKnownHosts)
+	}
+	return sftp.Config{Host: a.host, Port: a.port, User: a.user, Root: a.root,
+			Password:   web.Secret(value(secret, api.SecretSFTPPassword)),
+			PrivateKey: web.Secret(secret[api.SecretSFTPKey]),
+			Passphrase: web.Secret(value(secret, api.SecretSFTPPassphrase)),
+			KnownHosts: secret[api.SecretKnownHosts]},
+		refuseControl(secret, api.SecretSFTPPassword, api.SecretSFTPPassphrase)
+}
+
+// network is the way to the server of a store.
+func network(secret map[string][]byte, certKey string) (n web.Network, err error) {
+	n = web.Network{CA: secret[certKey], NoProxy: value(secret, api.SecretNoProxy)}
+	if n.HTTPProxy, err = proxy(secret, api.SecretHTTPProxy); err != nil {
+		return n, err
+	}
+	n.HTTPSProxy, err = proxy(secret, api.SecretHTTPSProxy)
+	return n, err
+}
+
 // proxy is the URL of a proxy. As in the environment variables, http:// may be missing.
-func proxy(secret map[string][]byte, key string) (s3.Secret, error) {
+func proxy(secret map[string][]byte, key string) (web.Secret, error) {
 	text := value(secret, key)
 	if text != "" && !strings.Contains(text, "://") {
 		text = "http://" + text
@@ -112,5 +173,5 @@ func proxy(secret map[string][]byte, key string) (s3.Secret, error) {
 		return "", api.Errorf(api.Invalid, "Secret of the backup target: %s is not a URL of a proxy; write "+
 			"http://HOST:PORT", key)
 	}
-	return s3.Secret(text), nil
+	return web.Secret(text), nil
 }

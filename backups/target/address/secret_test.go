@@ -15,8 +15,11 @@ import (
 	"github.com/minio/minio-go/v7"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/target/azure"
 	"drover.io/drover/backups/target/s3"
+	"drover.io/drover/backups/target/sftp"
 	"drover.io/drover/backups/target/share"
+	"drover.io/drover/backups/target/web"
 )
 
 // The pauses of the library between tries.
@@ -45,8 +48,9 @@ func TestSecretFillsTheConfiguration(t *testing.T) {
 	path.Endpoint, path.Addressing = "http://minio.example", s3.Path
 	virtual.Addressing = s3.VirtualHosted
 	all := s3.Config{Endpoint: "https://minio.example", Region: "region", Bucket: "backups", Prefix: "a",
-		Addressing: s3.VirtualHosted, AccessKey: "key", SecretKey: "hush", SessionToken: "token", CA: []byte("cert\n"),
-		HTTPProxy: "http://u:p@proxy:1", HTTPSProxy: "http://u:p@proxy:2", NoProxy: "x,y"}
+		Addressing: s3.VirtualHosted, AccessKey: "key", SecretKey: "hush", SessionToken: "token",
+		Network: web.Network{CA: []byte("cert\n"), HTTPProxy: "http://u:p@proxy:1", HTTPSProxy: "http://u:p@proxy:2",
+			NoProxy: "x,y"}}
 	for i, c := range []struct {
 		secret map[string][]byte
 		want   s3.Config
@@ -115,8 +119,9 @@ func TestBadSecretsAreRefused(t *testing.T) {
 		{without(api.SecretAccessKey), api.Invalid, "AWS_ACCESS_KEY_ID is missing"},
 		{without(api.SecretSecretKey), api.Invalid, "AWS_SECRET_ACCESS_KEY is missing"},
 		{secretWith(api.SecretSecretKey, "\r\n"), api.Invalid, "AWS_SECRET_ACCESS_KEY is missing"},
-		{map[string][]byte{secretRoleARN: []byte("arn")}, api.Unsupported, "AWS_IAM_ROLE_ARN is not supported yet"},
-		{secretWith(secretRoleARN, "arn"), api.Unsupported, "AWS_IAM_ROLE_ARN is not supported yet"},
+		{map[string][]byte{api.SecretRole: []byte("arn\nhush")}, api.Invalid, "AWS_IAM_ROLE_ARN has a control character"},
+		{map[string][]byte{api.SecretRole: []byte("arn"), api.SecretEndpoints: []byte("https://hush.example")}, api.Invalid,
+			"for Amazon's servers alone"},
 		{secretWith(api.SecretSessionToken, "a\nb"), api.Invalid, "AWS_SESSION_TOKEN has a control character"},
 		{secretWith(api.SecretEndpoints, "minio:9000"), api.Invalid, "not a URL like https://"},
 		{secretWith(api.SecretCert, "cert"), api.Invalid, "no PEM certificate"},
@@ -140,7 +145,7 @@ func TestErrorsHoldNoValueOfTheSecret(t *testing.T) {
 	failures := 0
 	for _, key := range []string{api.SecretAccessKey, api.SecretSecretKey, api.SecretSessionToken, api.SecretEndpoints,
 		api.SecretCert, api.SecretVirtualHost, api.SecretHTTPProxy, api.SecretHTTPSProxy, api.SecretNoProxy,
-		api.SecretBackupPassword, api.SecretResticPassword, secretRoleARN} {
+		api.SecretBackupPassword, api.SecretResticPassword, api.SecretRole} {
 		for _, value := range []string{mark, mark + "\x01" + mark, mark + "\n" + mark, "ftp://" + mark, "%zz" + mark,
 			"http://user:" + mark + "@127.0.0.1:1", "http://user:" + mark + "@127.0.0.1:%zz", "user:" + mark + "@:a:b"} {
 			secret := maps.Clone(base)
@@ -224,5 +229,72 @@ func TestSharesTakeTheirKeysAlone(t *testing.T) {
 		if _, err := a.shareLogin(bad); !api.Is(err, api.Invalid) || strings.Contains(err.Error(), "hush") {
 			t.Errorf("a bad Secret: %v", err)
 		}
+	}
+}
+
+// TestAzureTakesItsKeys: the account names the server, unless the Secret has an endpoint.
+func TestAzureTakesItsKeys(t *testing.T) {
+	a, err := Parse("azblob://backups@core.windows.net/a/")
+	must(t, err)
+	secret := map[string][]byte{api.SecretAzureAccount: []byte("me1\n"), api.SecretAzureKey: []byte("aHVzaA==\n"),
+		api.SecretHTTPSProxy: []byte("proxy:2"), api.SecretAzureCert: []byte("cert")}
+	want := azure.Config{Account: "me1", Key: "aHVzaA==", Endpoint: "https://me1.blob.core.windows.net", Container: "backups",
+		Prefix: "a", Network: web.Network{CA: []byte("cert"), HTTPSProxy: "http://proxy:2"}}
+	if got, err := a.containerConfig(secret); err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("the configuration is not as wanted: %+v, %v", got, err)
+	}
+	secret[api.SecretAzureEndpoint] = []byte("http://127.0.0.1:10000/me1")
+	want.Endpoint = "http://127.0.0.1:10000/me1"
+	if got, err := a.containerConfig(secret); err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("the configuration with an endpoint is not as wanted: %+v, %v", got, err)
+	}
+	for key, bad := range map[string]string{api.SecretAzureAccount: "Hush/", api.SecretAzureKey: "",
+		api.SecretAzureEndpoint: "a\nhush"} {
+		changed := maps.Clone(secret)
+		changed[key] = []byte(bad)
+		if _, err := a.Open(t.Context(), changed, nil); !api.Is(err, api.Invalid) || !strings.Contains(err.Error(), key) ||
+			strings.Contains(strings.ToLower(err.Error()), "hush") {
+			t.Errorf("%s: %v", key, err)
+		}
+	}
+}
+
+// TestServersTakeTheirKeys: an SSH server has a password or a key, and always the known hosts.
+func TestServersTakeTheirKeys(t *testing.T) {
+	a, err := Parse("sftp://me@server:2222/a")
+	must(t, err)
+	secret := map[string][]byte{api.SecretSFTPPassword: []byte("hush\n"), api.SecretSFTPKey: []byte("key\n"),
+		api.SecretSFTPPassphrase: []byte("phrase\n"), api.SecretKnownHosts: []byte("hosts\n")}
+	want := sftp.Config{Host: "server", Port: "2222", User: "me", Root: "/a", Password: "hush", PrivateKey: "key\n",
+		Passphrase: "phrase", KnownHosts: []byte("hosts\n")}
+	if got, err := a.serverConfig(secret); err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("the configuration is not as wanted: %+v, %v", got, err)
+	}
+	for _, missing := range [][]string{{api.SecretKnownHosts}, {api.SecretSFTPPassword, api.SecretSFTPKey}} {
+		changed := maps.Clone(secret)
+		for _, key := range missing {
+			delete(changed, key)
+		}
+		if _, err := a.Open(t.Context(), changed, nil); !api.Is(err, api.Invalid) || !strings.Contains(err.Error(), missing[0]) {
+			t.Errorf("without %v: %v", missing, err)
+		}
+	}
+}
+
+// TestRolesNeedNoKeys: a role takes the place of the keys; keys come first; the file of the token is the operator's.
+func TestRolesNeedNoKeys(t *testing.T) {
+	a, err := Parse("s3://backups@region/")
+	must(t, err)
+	t.Setenv(tokenVariable, "/var/token")
+	role := map[string][]byte{api.SecretRole: []byte("arn:role\n")}
+	got, err := a.bucketConfig(role)
+	if err != nil || got.Role == nil || *got.Role != (s3.Role{ARN: "arn:role", TokenFile: "/var/token"}) {
+		t.Errorf("a role: %+v, %v", got.Role, err)
+	}
+	if got, err := a.bucketConfig(secretWith(api.SecretRole, "arn:role")); err != nil || got.Role != nil {
+		t.Errorf("keys and a role: %+v, %v", got.Role, err)
+	}
+	if _, err := a.bucketConfig(map[string][]byte{tokenVariable: []byte("/etc/shadow")}); !api.Is(err, api.Invalid) {
+		t.Errorf("a token file of the Secret: %v", err)
 	}
 }

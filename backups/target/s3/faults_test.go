@@ -25,6 +25,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/targettest"
+	"drover.io/drover/backups/target/web"
 )
 
 // The pauses of the library between tries.
@@ -99,7 +100,7 @@ func TestSilentServerIsUnavailable(t *testing.T) {
 	}
 	server := httptest.NewServer(http.HandlerFunc(silent))
 	defer server.Close()
-	cfg := Config{Endpoint: server.URL, Region: "us-east-1", AnswerTime: 20 * time.Millisecond}
+	cfg := Config{Endpoint: server.URL, Region: "us-east-1", Network: web.Network{AnswerTime: 20 * time.Millisecond}}
 	mustAllBe(t, api.Unavailable, "", operations(t.Context(), newStore(t, cfg), "a"))
 	halfway := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Length", "100")
@@ -321,7 +322,7 @@ func TestRequestEndsAfterItsBodyIsReleased(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			req, err := http.NewRequestWithContext(t.Context(), http.MethodPut, "http://s3.example", strings.NewReader("body"))
 			must(t, err)
-			answer, err := bodyWaiter{early}.RoundTrip(req)
+			answer, err := web.RoundTripper{Next: early}.RoundTrip(req)
 			if !errors.Is(err, early.err) {
 				t.Errorf("%s: %v", name, err)
 			}
@@ -348,7 +349,7 @@ func TestVirtualHostedThroughAProxy(t *testing.T) {
 		})
 	}, gofakes3.WithHostBucketBase("s3.example"))
 	for _, a := range []Addressing{VirtualHosted, Path, Auto} {
-		s := newStore(t, Config{Endpoint: "http://s3.example", Addressing: a, HTTPProxy: Secret(server.URL)})
+		s := newStore(t, Config{Endpoint: "http://s3.example", Addressing: a, Network: web.Network{HTTPProxy: web.Secret(server.URL)}})
 		must(t, s.Put(t.Context(), "data/a", []byte("a")))
 		if got, err := s.Get(t.Context(), "data/a", 0, -1); err != nil || string(got) != "a" {
 			t.Errorf("%v: %q, %v", a, got, err)
@@ -409,8 +410,8 @@ func TestBadSettingsAreRefused(t *testing.T) {
 // secrets of the settings.
 func TestNoSecretIsShown(t *testing.T) {
 	cfg := Config{Region: "us-east-1", Bucket: bucket, AccessKey: "key", SecretKey: "hush-key", SessionToken: "hush-token",
-		HTTPSProxy: "http://user:hush-proxy@127.0.0.1:1", HTTPProxy: "http://user:hush%2fproxy@127.0.0.1:1",
-		NoProxy: "127.0.0.1"}
+		Network: web.Network{HTTPSProxy: "http://user:hush-proxy@127.0.0.1:1",
+			HTTPProxy: "http://user:hush%2fproxy@127.0.0.1:1", NoProxy: "127.0.0.1"}}
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		answerError(w, 403, "AccessDenied", "you said hush-key and hush-token and hush-proxy and hush/proxy")
 	}))

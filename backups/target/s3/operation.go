@@ -3,87 +3,35 @@ package s3
 import (
 	"context"
 	"errors"
-	"io"
 	"net/http"
 	"net/url"
-	"sync"
-	"time"
 
 	"github.com/minio/minio-go/v7"
+	"github.com/minio/minio-go/v7/pkg/credentials"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/target/web"
 )
 
 // operation is one call of the store, with a deadline.
 type operation struct {
+	*web.Deadline
 	store  *Store
 	action string // for errors
 	caller context.Context
-	ctx    context.Context
-	cancel context.CancelFunc
-	timer  *time.Timer
 }
 
 // begin starts an operation that moves n bytes.
 func (s *Store) begin(ctx context.Context, action string, n int64) *operation {
-	o := &operation{store: s, action: action, caller: ctx}
-	o.ctx, o.cancel = context.WithCancel(ctx)
-	o.timer = time.AfterFunc(s.allowance(n), o.cancel)
-	return o
+	return &operation{Deadline: s.cfg.Begin(ctx, n), store: s, action: action, caller: ctx}
 }
-
-// allowance is the time for an operation that moves n bytes.
-func (s *Store) allowance(n int64) time.Duration {
-	return 3*s.cfg.AnswerTime + time.Duration(n/slowLine)*time.Second
-}
-
-// extend moves the deadline: from now on the operation has the time for n bytes.
-func (o *operation) extend(n int64) { o.timer.Reset(o.store.allowance(n)) }
-
-// pause stops the clock until extend.
-func (o *operation) pause() { o.timer.Stop() }
-
-func (o *operation) end() {
-	o.timer.Stop()
-	o.cancel()
-}
-
-// bodyWaiter is a transport whose requests end after the transport has released their bodies. The HTTP transport may
-// read a body after an early answer or an error. The library rewinds the same body for the next try, and after Put the
-// memory belongs to the caller.
-type bodyWaiter struct{ next http.RoundTripper }
-
-func (w bodyWaiter) RoundTrip(req *http.Request) (*http.Response, error) {
-	if req.Body == nil {
-		return w.next.RoundTrip(req)
-	}
-	released := make(chan struct{})
-	sent := req.Body
-	req = req.WithContext(req.Context()) // a copy: a transport must not change its request
-	req.Body = readCloser{sent, sync.OnceValue(func() error { defer close(released); return sent.Close() })}
-	answer, err := w.next.RoundTrip(req)
-	if err != nil {
-		<-released
-		return nil, err
-	}
-	got := answer.Body
-	answer.Body = readCloser{got, func() error { defer func() { <-released }(); return got.Close() }}
-	return answer, nil
-}
-
-type readCloser struct {
-	io.Reader
-	closeBody func() error
-}
-
-func (r readCloser) Close() error { return r.closeBody() }
 
 // failed is the error of the operation with the kind of its cause.
 func (o *operation) failed(err error) error {
 	if caller := o.caller.Err(); caller != nil {
 		return api.Errorf(api.Other, "%s: cannot %s: %w", o.store, o.action, caller)
 	}
-	if o.ctx.Err() != nil {
+	if o.Ctx.Err() != nil {
 		return o.unavailable("the server did not answer in time")
 	}
 	var answer minio.ErrorResponse
@@ -93,6 +41,11 @@ func (o *operation) failed(err error) error {
 			text += " (" + answer.Code + ")"
 		}
 		return o.errorf(kindOf(answer), text+remedies[answer.Code])
+	}
+	var refused credentials.ErrorResponse
+	if errors.As(err, &refused) {
+		return o.errorf(api.Denied, "the server gives no credentials of the role: "+refused.Error()+
+			"; check the role, and its trust in the identity of Drover")
 	}
 	var request *url.Error // its text repeats the object's address
 	if errors.As(err, &request) {

@@ -24,22 +24,17 @@ import (
 	"net/http"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/minio/minio-go/v7"
-	"github.com/minio/minio-go/v7/pkg/credentials"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target"
+	"drover.io/drover/backups/target/web"
 )
 
 const (
 	// maxTries is how often the library sends a request.
 	maxTries = 4
-	// answerTime is the default of Config.AnswerTime.
-	answerTime = time.Minute
-	// slowLine is the slowest line, in bytes per second, on which a transfer meets its deadline.
-	slowLine = 128 << 10
 	// maxObject bounds the memory for an object whose length the server tells.
 	maxObject = 1 << 30
 )
@@ -56,9 +51,7 @@ var _ target.Store = (*Store)(nil)
 
 // New makes a store, without a request. The caller closes the store.
 func New(cfg Config) (*Store, error) {
-	if cfg.AnswerTime == 0 {
-		cfg.AnswerTime = answerTime
-	}
+	cfg.Network = cfg.WithDefaults()
 	s := &Store{cfg: cfg}
 	if p := strings.Trim(cfg.Prefix, "/"); p != "" {
 		if err := target.CheckName(p); err != nil {
@@ -70,16 +63,17 @@ func New(cfg Config) (*Store, error) {
 	if err != nil {
 		return nil, err
 	}
-	if cfg.AccessKey == "" || cfg.SecretKey == "" {
-		return nil, api.Errorf(api.Invalid, "%s: access key or secret key is missing; give both", s)
+	if s.transport, err = cfg.Transport("bucket " + cfg.Bucket); err != nil {
+		return nil, err
 	}
-	if s.transport, err = newTransport(cfg); err != nil {
+	login, err := s.login()
+	if err != nil {
 		return nil, err
 	}
 	client, err := minio.New(host, &minio.Options{
-		Creds:        credentials.NewStaticV4(string(cfg.AccessKey), string(cfg.SecretKey), string(cfg.SessionToken)),
+		Creds:        login,
 		Secure:       secure,
-		Transport:    bodyWaiter{s.transport},
+		Transport:    web.RoundTripper{Next: s.transport},
 		Region:       cfg.Region,
 		BucketLookup: cfg.Addressing.lookup(),
 		MaxRetries:   maxTries,
@@ -108,8 +102,8 @@ func (s *Store) Put(ctx context.Context, name string, body []byte) error {
 		return err
 	}
 	op := s.begin(ctx, "write object "+name, int64(len(body)))
-	defer op.end()
-	_, err := s.client.Client.PutObject(op.ctx, s.cfg.Bucket, s.prefix+name, bytes.NewReader(body), int64(len(body)),
+	defer op.End()
+	_, err := s.client.Client.PutObject(op.Ctx, s.cfg.Bucket, s.prefix+name, bytes.NewReader(body), int64(len(body)),
 		minio.PutObjectOptions{SendContentMd5: true, DisableMultipart: true, DisableContentSha256: true})
 	if err != nil {
 		return op.failed(err)
@@ -129,7 +123,7 @@ func (s *Store) Get(ctx context.Context, name string, off, n int64) ([]byte, err
 		return s.getNothing(ctx, name, off, n)
 	}
 	op := s.begin(ctx, "read object "+name, max(n, 0))
-	defer op.end()
+	defer op.End()
 	var opts minio.GetObjectOptions
 	var wanted string
 	if n > 0 {
@@ -140,7 +134,7 @@ func (s *Store) Get(ctx context.Context, name string, off, n int64) ([]byte, err
 	if wanted != "" {
 		opts.Set("Range", wanted)
 	}
-	body, info, header, err := s.client.GetObject(op.ctx, s.cfg.Bucket, s.prefix+name, opts)
+	body, info, header, err := s.client.GetObject(op.Ctx, s.cfg.Bucket, s.prefix+name, opts)
 	if minio.ToErrorResponse(err).Code == minio.InvalidRange {
 		return s.getNothing(ctx, name, off, n)
 	} else if err != nil {
@@ -191,10 +185,10 @@ func (o *operation) readBody(body io.Reader, length int64) ([]byte, error) {
 	if length < 0 || length > maxObject {
 		return nil, o.unavailable(fmt.Sprintf("the server gives the length %d, at most %d are allowed", length, maxObject))
 	}
-	o.extend(length)
+	o.Extend(length)
 	b := make([]byte, length)
 	if n, err := io.ReadFull(body, b); err != nil {
-		if o.ctx.Err() != nil {
+		if o.Ctx.Err() != nil {
 			return nil, o.failed(err)
 		}
 		return nil, o.unavailable(fmt.Sprintf("the answer ended after %d of %d bytes", n, length))
@@ -208,10 +202,10 @@ func (s *Store) Stat(ctx context.Context, name string) (target.Object, error) {
 		return target.Object{}, err
 	}
 	op := s.begin(ctx, "look up object "+name, 0)
-	defer op.end()
-	info, err := s.client.StatObject(op.ctx, s.cfg.Bucket, s.prefix+name, minio.StatObjectOptions{})
+	defer op.End()
+	info, err := s.client.StatObject(op.Ctx, s.cfg.Bucket, s.prefix+name, minio.StatObjectOptions{})
 	if minio.ToErrorResponse(err).Code == minio.NoSuchKey { // the answer has no body, and may mean the bucket
-		if is, e := s.client.BucketExists(op.ctx, s.cfg.Bucket); e == nil && !is {
+		if is, e := s.client.BucketExists(op.Ctx, s.cfg.Bucket); e == nil && !is {
 			err = minio.ErrorResponse{Code: minio.NoSuchBucket, Message: "the bucket does not exist"}
 		}
 	}
@@ -249,9 +243,9 @@ func (s *Store) list(ctx context.Context, prefix string, deep bool, each func(ta
 		return err
 	}
 	op := s.begin(ctx, fmt.Sprintf("list objects %q", prefix), 0)
-	defer op.end()
+	defer op.End()
 	noOwner := false
-	for o := range s.client.ListObjectsIter(op.ctx, s.cfg.Bucket, minio.ListObjectsOptions{
+	for o := range s.client.ListObjectsIter(op.Ctx, s.cfg.Bucket, minio.ListObjectsOptions{
 		Prefix: s.prefix + prefix, Recursive: deep, FetchOwner: &noOwner,
 	}) {
 		if o.Err != nil {
@@ -261,13 +255,13 @@ func (s *Store) list(ctx context.Context, prefix string, deep bool, each func(ta
 		if !ok || !strings.HasPrefix(name, prefix) {
 			continue
 		}
-		op.pause()
+		op.Pause()
 		if err := each(target.Object{Name: name, Size: o.Size, Modified: o.LastModified}); err != nil {
 			return err
 		}
-		op.extend(0)
+		op.Extend(0)
 	}
-	if err := op.ctx.Err(); err != nil { // the library ends such a list without an error
+	if err := op.Ctx.Err(); err != nil { // the library ends such a list without an error
 		return op.failed(err)
 	}
 	return nil
@@ -283,8 +277,8 @@ func (s *Store) Delete(ctx context.Context, names ...string) error {
 		objects[i].Key = s.prefix + name
 	}
 	op := s.begin(ctx, "delete objects", 0)
-	defer op.end()
-	results, err := s.client.RemoveObjectsWithIter(op.ctx, s.cfg.Bucket, slices.Values(objects),
+	defer op.End()
+	results, err := s.client.RemoveObjectsWithIter(op.Ctx, s.cfg.Bucket, slices.Values(objects),
 		minio.RemoveObjectsOptions{})
 	if err != nil {
 		return op.failed(err)
@@ -292,7 +286,7 @@ func (s *Store) Delete(ctx context.Context, names ...string) error {
 	var first minio.RemoveObjectResult
 	failures := 0
 	for r := range results {
-		op.extend(0)
+		op.Extend(0)
 		if r.Err == nil || minio.ToErrorResponse(r.Err).Code == minio.NoSuchKey {
 			continue
 		}
@@ -300,7 +294,7 @@ func (s *Store) Delete(ctx context.Context, names ...string) error {
 			first = r
 		}
 	}
-	if err := op.ctx.Err(); err != nil { // the library ends such a delete without an error
+	if err := op.Ctx.Err(); err != nil { // the library ends such a delete without an error
 		return op.failed(err)
 	}
 	if failures > 0 {
