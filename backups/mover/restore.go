@@ -17,6 +17,7 @@ type RestoreOptions struct {
 	// AllowDamaged leaves chunks that the repository lost or damaged as holes. Without AllowDamaged, the first one ends
 	// the restore.
 	AllowDamaged bool
+	Skip         func(chunk int64) bool // reports chunks that the sink has already; nil: none
 	Progress     *Progress
 }
 
@@ -101,7 +102,7 @@ type wantedParts struct {
 func (d *download) want(number int64, c *manifest.Chunk, wanted *wantedParts) {
 	off := number * block.ChunkSize
 	n := manifest.ChunkLength(d.m.Size, number)
-	if c.Digest == manifest.Zeros(n).Digest {
+	if c.Digest == manifest.Zeros(n).Digest || d.o.Skip != nil && d.o.Skip(number) {
 		d.o.Progress.done.Add(n)
 		return
 	}

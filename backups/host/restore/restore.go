@@ -33,14 +33,16 @@ type Backups struct {
 
 // backup is an open backup.
 type backup struct {
+	name     string // of the object
 	opened   *targets.Opened
 	lock     *repo.Lock
 	blobs    *repo.Blobs
 	manifest *manifest.Manifest
 	progress mover.Progress
+	segments segmentCache
 }
 
-var _ block.Backup = (*backup)(nil)
+var _ block.ChunkedBackup = (*backup)(nil)
 
 // Open opens the backup whose object has the URL. The context ends the use of the backup, too. Errors have the kinds of
 // targets.Repositories.Open; NotFound: no completed backup has the URL, or the repository lost the backup; Corrupt: the
@@ -66,7 +68,7 @@ func (b *Backups) Open(ctx context.Context, url string) (_ block.Backup, err err
 	if format == api.FormatLonghorn {
 		return b.Repositories.OpenLonghorn(ctx, object.Target(), object.Spec.Volume, id)
 	}
-	o := &backup{}
+	o := &backup{name: object.Name}
 	if o.opened, err = b.Repositories.Open(ctx, object.Target()); err != nil {
 		return nil, err
 	}
@@ -83,7 +85,10 @@ func (b *Backups) find(ctx context.Context, url string) (*api.Backup, error) {
 		return nil, api.Explain(err, "list backups")
 	}
 	for i := range list.Items {
-		if o := &list.Items[i]; o.Status.URL == url && o.Status.State == api.BackupCompleted {
+		o := &list.Items[i]
+		// The deletion of a Backup waits for restores, which a restart of the node interrupts.
+		waits := o.Status.State == api.BackupDeleting && o.Status.SnapshotID != ""
+		if o.Status.URL == url && (o.Status.State == api.BackupCompleted || waits) {
 			return o, nil
 		}
 	}
@@ -117,14 +122,30 @@ func (o *backup) Size() int64 { return o.manifest.Size }
 
 // Restore implements block.Backup.
 func (o *backup) Restore(ctx context.Context, sink block.Sink) error {
-	session := o.lock.Context() // without the lock, a sweep may delete blobs
+	_, err := o.restore(ctx, sink, mover.RestoreOptions{})
+	return err
+}
+
+func (o *backup) restore(ctx context.Context, sink block.Sink, options mover.RestoreOptions) (
+	damaged []int64, err error) {
+	options.Progress = &o.progress
+	err = o.inSession(ctx, func(ctx context.Context) (err error) {
+		damaged, err = mover.Restore(ctx, o.blobs, o.manifest, sink, options)
+		return err
+	})
+	return damaged, err
+}
+
+// inSession calls do with a context that ends with the lock: without the lock, a sweep may delete blobs.
+func (o *backup) inSession(ctx context.Context, do func(context.Context) error) error {
+	session := o.lock.Context()
 	if session.Err() != nil {
 		return context.Cause(session)
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer context.AfterFunc(session, func() { cancel(context.Cause(session)) })()
-	_, err := mover.Restore(ctx, o.blobs, o.manifest, sink, mover.RestoreOptions{Progress: &o.progress})
+	err := do(ctx)
 	if cause := context.Cause(ctx); err != nil && cause != nil {
 		return cause
 	}

@@ -294,7 +294,8 @@ func (w *Writer) endWrite(off, n, size int64, summed []int64) {
 	}
 }
 
-// WriteAt implements io.WriterAt. Whole blocks of zeros become zero blocks without data.
+// WriteAt implements io.WriterAt. Whole blocks of zeros take no room: they become zero blocks, or with Exact data in a
+// hole of the file.
 func (w *Writer) WriteAt(p []byte, off int64) (int, error) {
 	n := int64(len(p))
 	size, err := w.checkAccess(off, n)
@@ -304,12 +305,16 @@ func (w *Writer) WriteAt(p []byte, off int64) (int, error) {
 	w.beginWrite(off, n)
 	var summed []int64
 	defer func() { w.endWrite(off, n, size, summed) }()
+	zeros := block.Zero
+	if w.exact {
+		zeros = block.Data
+	}
 	for at := int64(0); at < n; {
 		end := at + blockSize - (off+at)%blockSize
-		zero := !w.exact && end <= n && end-at == blockSize && format.IsZero(p[at:end])
+		zero := end <= n && end-at == blockSize && format.IsZero(p[at:end])
 		for end < n {
 			next := min(end+blockSize, n)
-			if (!w.exact && next-end == blockSize && format.IsZero(p[end:next])) != zero {
+			if (next-end == blockSize && format.IsZero(p[end:next])) != zero {
 				break
 			}
 			end = next
@@ -317,7 +322,7 @@ func (w *Writer) WriteAt(p []byte, off int64) (int, error) {
 		end = min(end, n)
 		var err error
 		if zero {
-			err = w.zeroBlocks(off+at, end-at, block.Zero)
+			err = w.zeroBlocks(off+at, end-at, zeros)
 		} else {
 			err = w.writeData(p[at:end], off+at)
 		}
