@@ -9,8 +9,8 @@ type SourceType string
 
 // Source types. Parameters: download {url}; upload {size}; file {path} (on the node of the first disk);
 // export-from-volume {volume-name, snapshot-name} (the volume now, or a snapshot); clone {backingImage}; registry
-// {url: docker://host[:port]/repo[:tag|@digest], plainHTTP: true for one without TLS}; restore {backup-url} (the
-// status.url of a Backup).
+// {url: docker://host[:port]/repo[:tag|@digest], plainHTTP: true for one without TLS}; restore {backup-url (the
+// status.url of a Backup), allow-damaged: true for zeros in place of damaged chunks}.
 const (
 	SourceDownload SourceType = "download"
 	SourceUpload   SourceType = "upload"
@@ -107,6 +107,8 @@ type BackingImageStatus struct {
 	Layers  []UID      `json:"layers,omitempty"`
 	State   ImageState `json:"state,omitempty"`
 	Message string     `json:"message,omitempty"`
+	// Readable: volumes can use the image before it is ready. A node serves its content while a restore fetches it.
+	Readable bool `json:"readable,omitempty"`
 	// Progress of the most advanced copy, percent.
 	Progress int32 `json:"progress,omitempty"`
 	// Size is what the image takes on one disk, bytes.
@@ -194,6 +196,9 @@ type ImageCopySpec struct {
 	Verify string `json:"verify,omitempty"`
 }
 
+// CanRead reports whether volumes can use the image: it is ready, or is restored and readable meanwhile.
+func (i *BackingImage) CanRead() bool { return i.Status.State == ImageReady || i.Status.Readable }
+
 // UploadPath is the path of Drover's own API server for uploads to a waiting node.
 func UploadPath(image string) string {
 	return "/apis/" + GroupVersion.String() + "/backingimages/" + image + "/upload"
@@ -204,7 +209,9 @@ const CopyNotRemoved = "the copy cannot be removed yet: "
 
 // ImageCopyStatus is how far it is.
 type ImageCopyStatus struct {
-	State      ImageState  `json:"state,omitempty"`
+	State ImageState `json:"state,omitempty"`
+	// Readable: the node serves the layers although the copy is not ready, because it reads them in a backup meanwhile.
+	Readable   bool        `json:"readable,omitempty"`
 	Progress   int32       `json:"progress,omitempty"` // percent
 	BytesDone  int64       `json:"bytesDone,omitempty"`
 	BytesTotal int64       `json:"bytesTotal,omitempty"`

@@ -61,7 +61,7 @@ type NodeStatus struct {
 	// DataAddress is where the data process serves this node's replicas to other nodes: host:port. Written by the data
 	// role, alone, by patch.
 	DataAddress string `json:"dataAddress,omitempty"`
-	// LayerAddress is where the node role serves finished layers to other nodes: host:port.
+	// LayerAddress is where the node role serves layers: host:port, reachable for other nodes if there may be any.
 	LayerAddress string             `json:"layerAddress,omitempty"`
 	Kernel       string             `json:"kernel,omitempty"`
 	Version      string             `json:"version,omitempty"`

@@ -10,8 +10,12 @@ import (
 	"strings"
 )
 
-// RestoreBackupURL is the parameter of SourceRestore, by Longhorn's name.
-const RestoreBackupURL = "backup-url"
+// Parameters of SourceRestore. RestoreBackupURL has Longhorn's name; with RestoreAllowDamaged, true, damaged chunks of
+// the backup are restored as zeros.
+const (
+	RestoreBackupURL    = "backup-url"
+	RestoreAllowDamaged = "allow-damaged"
+)
 
 // Parameters of SourceExport. The type exists for users with the habit: an image is layers, not a file.
 const (
@@ -27,7 +31,7 @@ var sourceParameters = map[SourceType]map[string]bool{
 	SourceFile:     {"path": true},
 	SourceClone:    {"backingImage": true},
 	SourceRegistry: {"url": true, "plainHTTP": false},
-	SourceRestore:  {RestoreBackupURL: true},
+	SourceRestore:  {RestoreBackupURL: true, RestoreAllowDamaged: false},
 	SourceExport:   {ExportVolume: true, ExportSnapshot: false, ExportFormat: false},
 }
 
@@ -149,6 +153,9 @@ func (s *BackingImageSpec) validateParameters() error {
 	case SourceRestore:
 		if err := ValidateBackupURL(s.SourceParameters[RestoreBackupURL]); err != nil {
 			return Errorf(Invalid, "parameter %s: %w", RestoreBackupURL, err)
+		}
+		if v := s.SourceParameters[RestoreAllowDamaged]; v != "" && v != "true" && v != "false" {
+			return Errorf(Invalid, "parameter %s is %q: it must be true or false", RestoreAllowDamaged, v)
 		}
 	case SourceFile:
 		if p := s.SourceParameters["path"]; !path.IsAbs(p) {

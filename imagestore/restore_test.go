@@ -1,13 +1,20 @@
 package imagestore_test
 
 import (
+	"bytes"
 	"context"
+	"crypto/sha256"
+	"net"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/wire"
 	"drover.io/drover/replicas/stack"
 )
 
@@ -153,5 +160,197 @@ func TestRestoredImage(t *testing.T) {
 	}
 	if err := w.disks[0].RemoveReplica(replica.UID); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// chunkedBackup is a storedBackup that knows its digests. Each chunk is damaged while the store says so.
+type chunkedBackup struct {
+	storedBackup
+	damaged func(chunk int64) bool
+}
+
+func (b *chunkedBackup) part(c int64) []byte {
+	return b.body[c*block.ChunkSize : min((c+1)*block.ChunkSize, b.Size())]
+}
+
+func (b *chunkedBackup) chunks() int64 { return (b.Size() + block.ChunkSize - 1) / block.ChunkSize }
+
+func (b *chunkedBackup) Digests(_ context.Context, each func(int64, [32]byte)) error {
+	for c := range b.chunks() {
+		if len(bytes.Trim(b.part(c), "\x00")) > 0 {
+			each(c, sha256.Sum256(b.part(c)))
+		}
+	}
+	return nil
+}
+
+func (b *chunkedBackup) ReadChunk(_ context.Context, c int64, buf []byte) error {
+	if b.damaged(c) {
+		return api.Errorf(api.Corrupt, "chunk %d is lost", c)
+	}
+	copy(buf, b.part(c))
+	return nil
+}
+
+func (b *chunkedBackup) RestoreIntact(ctx context.Context, sink block.Sink, skip func(int64) bool) (
+	damaged []int64, err error) {
+	for c := range b.chunks() {
+		if c == 1 && b.held != nil {
+			if err := wait(ctx, b.held); err != nil {
+				return nil, err
+			}
+		}
+		switch {
+		case len(bytes.Trim(b.part(c), "\x00")) == 0 || skip(c):
+			continue
+		case b.damaged(c):
+			damaged = append(damaged, c)
+			continue
+		}
+		if _, err := sink.WriteAt(b.part(c), c*block.ChunkSize); err != nil {
+			return nil, err
+		}
+	}
+	return damaged, sink.Sync(ctx)
+}
+
+// openChunked makes open return backups that know their digests.
+func (w *world) openChunked(damaged func(chunk int64) bool) {
+	w.opts.OpenBackup = func(ctx context.Context, url string) (block.Backup, error) {
+		b, err := w.store.open(ctx, url)
+		if err != nil {
+			return nil, err
+		}
+		plain := b.(*storedBackup)
+		return &chunkedBackup{storedBackup{body: plain.body, held: plain.held}, damaged}, nil
+	}
+}
+
+// TestImageIsReadableBeforeItIsReady: the status has the digest and the size, and other disks get the map and the bytes
+// from the node, while the restore waits, after a restart of the node, too. The finished image has the same digest. With
+// a checksum an image is not readable before it is ready.
+func TestImageIsReadableBeforeItIsReady(t *testing.T) {
+	w := newWorld(t, 2)
+	w.stop()
+	w.openChunked(func(int64) bool { return false })
+	w.serveLayers()
+	w.start()
+	body := stateBody(7)
+	release := w.store.put(t, backupURL, body, api.ImageInProgress)
+	params := map[string]string{api.RestoreBackupURL: backupURL}
+	w.image("golden", api.SourceRestore, params, onDisk0)
+	readable := func(i *api.BackingImage) bool { return i.Status.Readable }
+	img := w.await("golden", "is readable", readable)
+	st := img.Status
+	if st.State != api.ImageInProgress || st.VirtualSize != stateSize || st.Digest == "" || !img.CanRead() {
+		t.Errorf("the readable image is %+v", st)
+	}
+	layer := string(st.Layers[0])
+	w.create(&api.Replica{ObjectMeta: metav1.ObjectMeta{Name: "v.1"}, Spec: api.ReplicaSpec{UID: api.NewUID(), Volume: "v",
+		VolumeUID: api.NewUID(), Node: w.node, Disk: api.UID(w.disks[1].UID()), Size: stateSize, Layers: st.Layers}})
+	w.readServed(layer, st.Digest, body)
+	w.stop()
+	w.serveLayers()
+	w.start()
+	w.readServed(layer, st.Digest, body)
+
+	w.image("checked", api.SourceRestore, params, onDisk0, func(spec *api.BackingImageSpec) { spec.Checksum = sum(body) })
+	w.state("checked", api.ImageInProgress)
+	w.store.mu.Lock()
+	w.store.hold = ""
+	w.store.mu.Unlock()
+	release()
+	if now := w.state("golden", api.ImageReady); now.Status.Digest != st.Digest || now.Status.Readable {
+		t.Errorf("the finished image is %+v, and was readable with the digest %s", now.Status, st.Digest)
+	}
+	w.holds(0, img, body)
+	if now := w.await("checked", "is ready or readable", (*api.BackingImage).CanRead); now.Status.State != api.ImageReady {
+		t.Errorf("an image with a checksum is readable in state %s", now.Status.State)
+	}
+	w.delete(&api.Replica{}, "v.1")
+}
+
+// TestDamagedBackup: the image fails with the list of damaged chunks, after all others were restored; the layer is still
+// served to volumes. With allow-damaged zeros take their place, and a notice lists them.
+func TestDamagedBackup(t *testing.T) {
+	w := newWorld(t, 1)
+	w.stop()
+	w.openChunked(func(c int64) bool { return c == 0 })
+	w.start()
+	body := stateBody(7)
+	w.store.put(t, backupURL, body, "")
+	params := map[string]string{api.RestoreBackupURL: backupURL}
+	w.image("golden", api.SourceRestore, params, onDisk0)
+	img := w.state("golden", api.ImageFailed)
+	if m := img.Status.Message; !strings.Contains(m, "0 (offset 0)") || !strings.Contains(m, "allow-damaged") {
+		t.Errorf("the message is %q", m)
+	}
+	if c := w.copies("golden"); img.CanRead() || len(c) != 1 || !c[0].Status.Readable {
+		t.Errorf("volumes of before cannot read the image, or new ones can: %+v", c)
+	}
+	params = map[string]string{api.RestoreBackupURL: backupURL, api.RestoreAllowDamaged: "true"}
+	w.image("holes", api.SourceRestore, params, onDisk0)
+	img = w.await("holes", "is ready or readable", (*api.BackingImage).CanRead)
+	clear(body[:block.ChunkSize])
+	w.holds(0, w.state("holes", api.ImageReady), body)
+	if c := w.copies("holes"); len(c) != 1 || !strings.Contains(c[0].Status.Notice, "0 (offset 0)") {
+		t.Errorf("no notice tells of the zeros: %+v", c)
+	}
+	if img.Status.State != api.ImageReady {
+		t.Errorf("with damage the image was readable in state %s", img.Status.State)
+	}
+}
+
+// serveLayers gives the node a socket and an identity for its layers.
+func (w *world) serveLayers() {
+	w.t.Helper()
+	id, err := wire.OpenIdentity(w.t.TempDir(), w.node)
+	must := func(err error) {
+		w.t.Helper()
+		if err != nil {
+			w.t.Fatal(err)
+		}
+	}
+	must(err)
+	both, err := wire.NewAuthority()
+	must(err)
+	authority, err := wire.LoadAuthority(both)
+	must(err)
+	request, err := id.Request()
+	must(err)
+	cert, _, err := authority.Sign(request, w.node, time.Hour)
+	must(err)
+	must(id.Put(cert, authority.PEM()))
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	must(err)
+	w.opts.Identity, w.opts.Layers = id, ln
+}
+
+// readServed hydrates disk 1 from the node's server, and compares the bytes.
+func (w *world) readServed(layer, root string, body []byte) {
+	w.t.Helper()
+	c := wire.NewClient(w.opts.Identity, w.node, w.opts.Layers.Addr().String())
+	defer c.Close()
+	on := w.disks[0].UID()
+	var got string
+	w.eventually("the node serves the layer", func() (ok bool) {
+		var err error
+		got, _, err = c.Digest(w.t.Context(), on, layer)
+		return err == nil
+	})
+	sums, err := c.Sums(w.t.Context(), on, layer, stateSize)
+	if err != nil || got != root {
+		w.t.Fatalf("the served layer has the digest %s, not %s: %v", got, root, err)
+	}
+	src, err := c.Open(w.t.Context(), on, layer)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	if err := w.disks[1].Hydrate(w.t.Context(), layer, root, src, sums); err != nil {
+		w.t.Fatal(err)
+	}
+	have := make([]byte, len(body))
+	if _, err := src.ReadAt(have, 0); err != nil || !bytes.Equal(have, body) {
+		w.t.Errorf("the node serves other bytes: %v", err)
 	}
 }

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"sync"
@@ -19,6 +20,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
 	"drover.io/drover/block"
+	"drover.io/drover/imagestore/host/restoring"
 	"drover.io/drover/imagestore/importer"
 	"drover.io/drover/imagestore/origin/upload"
 )
@@ -34,6 +36,7 @@ type copyReconciler struct {
 	log       *slog.Logger
 	transfers *transferSet
 	uploads   *upload.Server
+	restoring *restoring.Set
 
 	mu            sync.Mutex // guards the maps, whose keys are names of ImageCopies
 	records       map[string]*statusRecord
@@ -153,7 +156,7 @@ func (n *copyReconciler) specOf(c *api.ImageCopy, img *api.BackingImage) importe
 		}
 	}
 	if img.Status.UUID == c.Spec.UUID && img.Status.Digest != "" {
-		s.Checksum, s.Digest = img.Status.Checksum, img.Status.Digest
+		s.Checksum, s.Digest = cmp.Or(img.Status.Checksum, img.Spec.Checksum), img.Status.Digest
 		s.Format, s.VirtualSize = img.Status.Format, img.Status.VirtualSize
 	}
 	return s
@@ -195,6 +198,7 @@ func (n *copyReconciler) startTransfer(ctx context.Context, c *api.ImageCopy, im
 // removeCopy removes the copy from its disk.
 func (n *copyReconciler) removeCopy(ctx context.Context, c *api.ImageCopy, st *api.ImageCopyStatus) (
 	time.Duration, bool) {
+	n.endRestoring(c)
 	on, err := n.disks(c.Spec.Disk)
 	if err == nil {
 		want := importer.Spec{UID: c.Spec.UUID, Name: c.Spec.Image, Layers: c.Spec.Layers, Export: c.Spec.Export != nil,

@@ -23,13 +23,16 @@ func showProgress(t *transfer, st *api.ImageCopyStatus) {
 	now := t.currentState()
 	st.State, st.Progress, st.UploadURL = now.state, now.percent, now.url
 	st.BytesDone, st.BytesTotal = now.done, now.total
-	st.Message, st.Notice = "", t.progress.Notice()
+	st.Message, st.Notice = now.problem, t.progress.Notice()
+	if r := now.readable; r.digest != "" {
+		st.Readable, st.Digest, st.VirtualSize = true, r.digest, r.size
+	}
 }
 
 // setReady is the status of a complete copy.
 func setReady(st *api.ImageCopyStatus, g importer.Result) {
 	st.State, st.Message, st.Progress, st.UploadURL, st.NextTry = api.ImageReady, "", 100, "", metav1.Time{}
-	st.Attempts, st.TriedFrom = 0, ""
+	st.Attempts, st.TriedFrom, st.Readable = 0, "", false
 	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = g.Format, g.Allocated, g.VirtualSize, g.Checksum, g.Digest
 }
 

@@ -20,7 +20,11 @@ func (n *copyReconciler) nextStatus(ctx context.Context, c *api.ImageCopy, t *tr
 	time.Duration, error,
 ) {
 	if t != nil && t.isRunning() {
+		was := st.Message
 		showProgress(t, st)
+		if st.Readable && st.Message != "" && st.Message != was {
+			n.events.Eventf(c, nil, corev1.EventTypeWarning, "ReadsWait", "Restore", "%s", api.ClipMessage(st.Message))
+		}
 		return 0, nil
 	}
 	img := &api.BackingImage{}
@@ -71,6 +75,7 @@ func (n *copyReconciler) endTransfer(c *api.ImageCopy, img *api.BackingImage, t 
 		st.Notice = notice
 	}
 	setReady(st, t.got)
+	n.endRestoring(c)
 	if lacksDigest(c, t.got) {
 		return time.Millisecond // the next reconcile starts the digests
 	}
@@ -100,6 +105,7 @@ func (s *copyStep) compareCopy(ctx context.Context) (time.Duration, error) {
 		}
 		if damage == nil {
 			setReady(s.st, got)
+			s.endRestoring(s.c)
 			return s.opts.CheckEvery, nil
 		}
 		err = damage
@@ -148,11 +154,12 @@ func (s *copyStep) clearDamage(ctx context.Context) (repair bool, err error) {
 // makeCopy starts the transfer of a copy that the disk lacks, or the repair of a damaged copy.
 func (s *copyStep) makeCopy(ctx context.Context, repair bool) (time.Duration, error) {
 	c, st := s.c, s.st
-	if st.State == api.ImageReady || st.State == api.ImageUnknown && st.Digest != "" {
+	if st.State == api.ImageReady || st.State == api.ImageUnknown && st.Digest != "" && !st.Readable {
 		s.log.Warn("copy is gone from its disk", "image", c.Spec.Image, "disk", c.Spec.Disk)
 		s.events.Eventf(c, nil, corev1.EventTypeWarning, "Lost", "Transfer", "the copy is no longer on disk %s", c.Spec.Disk)
 	}
 	if st.State == api.ImageFailed && !mayRetry(c, st) {
+		s.serveFailed()
 		return untilRetry(st), nil
 	}
 	if st.Digest != "" && c.Spec.From == "" && s.img.Spec.SourceType == api.SourceUpload {

@@ -45,6 +45,8 @@ type Options struct {
 	Layers   net.Listener
 	// OpenBackup opens a backup by its URL, for images of the source restore; nil: there are none.
 	OpenBackup func(ctx context.Context, url string) (block.Backup, error)
+	// RestoreStall is how long a restore tries to continue without progress before it fails; 10 min.
+	RestoreStall time.Duration
 	// Download tunes downloads.
 	Download originhttp.Options
 }

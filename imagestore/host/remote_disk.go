@@ -32,7 +32,13 @@ func (n *copyReconciler) serveLayers(mgr ctrl.Manager, ln net.Listener, id *wire
 	}
 	access := newLayerAccess(n.Client, n.live, n.log)
 	s := wire.NewServer(wire.ServerOptions{Identity: id, Log: n.log, Allow: access.checkAccess,
-		Disk: func(uid string) (block.Layers, error) { return n.disks(api.UID(uid)) },
+		Disk: func(uid string) (block.Layers, error) {
+			on, err := n.disks(api.UID(uid))
+			if err != nil {
+				return nil, err
+			}
+			return n.restoring.Disk(on), nil
+		},
 		Send: func(ctx context.Context, uid string) (func(), error) { return n.acquireSend(ctx, api.UID(uid)) },
 		Kind: func(err error) string { return api.KindOf(err).String() },
 	})

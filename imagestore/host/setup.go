@@ -6,12 +6,14 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	ctrlsource "sigs.k8s.io/controller-runtime/pkg/source"
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/block"
+	"drover.io/drover/imagestore/host/restoring"
 	"drover.io/drover/imagestore/origin/upload"
 )
 
@@ -27,9 +29,12 @@ func Setup(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers,
 	n := &copyReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: nodeName, disks: disks, opts: o,
 		uploads: uploads, events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
 		transfers: newTransferSet(o.Parallel, o.ProgressEvery), records: map[string]*statusRecord{},
-		verifications: map[string]verification{}, suspects: map[string]bool{}}
-	if err := mgr.Add(uploads); err != nil {
-		return err
+		verifications: map[string]verification{}, suspects: map[string]bool{},
+		restoring: restoring.NewSet(restoring.Options{Log: o.Log, PauseMin: o.RetryMin / 5, Stall: o.RestoreStall})}
+	for _, r := range []manager.Runnable{uploads, n.restoring} {
+		if err := mgr.Add(r); err != nil {
+			return err
+		}
 	}
 	if err := mgr.Add(n.transfers); err != nil {
 		return err

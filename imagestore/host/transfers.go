@@ -74,6 +74,14 @@ type transfer struct {
 	mu       sync.Mutex
 	state    api.ImageState // before the first byte: pending or starting; then in-progress
 	url      string         // for the sender of an upload
+	readable readableLayer  // of a restore, once its layer can be read
+	problem  func() string  // why reads of the layer wait; nil: no restore
+}
+
+// readableLayer are the facts of a layer that can be read before its restore has finished.
+type readableLayer struct {
+	digest string // empty: the layer cannot be read
+	size   int64
 }
 
 func (t *transfer) isRunning() bool {
@@ -98,12 +106,24 @@ type transferState struct {
 	percent     int32
 	done, total int64
 	url         string
+	readable    readableLayer
+	problem     string
+}
+
+// setRestoring notes a restore whose layer can be read.
+func (t *transfer) setRestoring(r readableLayer, problem func() string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.readable, t.problem = r, problem
 }
 
 func (t *transfer) currentState() transferState {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s := transferState{state: t.state, url: t.url}
+	s := transferState{state: t.state, url: t.url, readable: t.readable}
+	if t.problem != nil {
+		s.problem = t.problem()
+	}
 	if s.state == api.ImageInProgress {
 		s.state, s.percent, s.done, s.total = t.progress.Snapshot()
 	}

@@ -52,10 +52,17 @@ type Progress struct {
 	early           atomic.Int64 // bytes of the lookahead
 
 	restored atomic.Pointer[func() (done, total int64)] // of a restore; nil: the fields above count
+	notice   atomic.Pointer[string]
 }
+
+// SetNotice sets the remark for the user.
+func (p *Progress) SetNotice(text string) { p.notice.Store(&text) }
 
 // Notice returns a remark for the user, or "".
 func (p *Progress) Notice() string {
+	if text := p.notice.Load(); text != nil {
+		return *text
+	}
 	n := p.scratch.Load()
 	if n == 0 {
 		return ""

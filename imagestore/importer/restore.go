@@ -3,13 +3,15 @@ package importer
 import (
 	"context"
 	"errors"
+	"io"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 )
 
-// Restore makes an image of one layer with the content of a backup. check, if set, looks at the layer before the image
-// is recorded. A restore that was cut starts again.
+// Restore makes an image of one layer with the content of a backup. Every chunk that the backup writes is data, with
+// its zeros, so that the layer of a backup is known before its data. The sink of the backup is an io.ReaderAt of the
+// written bytes. check, if set, looks at the layer before the image is recorded. A restore that was cut starts again.
 func Restore(ctx context.Context, on block.Layers, want Spec, b block.Backup,
 	check func(context.Context, block.Image) error, p *Progress) (Result, error) {
 	if len(want.Layers) != 1 {
@@ -25,8 +27,11 @@ func Restore(ctx context.Context, on block.Layers, want Spec, b block.Backup,
 	if err != nil {
 		return Result{}, explainDiskError(on, err)
 	}
+	if x, ok := w.(block.Exact); ok {
+		x.Exact("") // the comparison below explains more
+	}
 	got := Result{Image: want.imageRecord()}
-	err = b.Restore(ctx, guardedSink{w, newSpaceGuard(on)})
+	err = b.Restore(ctx, readableSink{guardedSink{w, newSpaceGuard(on)}, w})
 	if err == nil {
 		p.sealing.Store(true)
 		got.Digest, got.Allocated, err = w.Seal(ctx)
@@ -44,4 +49,19 @@ func Restore(ctx context.Context, on block.Layers, want Spec, b block.Backup,
 		return Result{}, errors.Join(err, removeLayer(on, string(want.Layers[0])))
 	}
 	return got, on.PutImage(got.Image)
+}
+
+// readableSink lets the backup read the bytes that it has written.
+type readableSink struct {
+	block.Sink
+	layer block.LayerWriter
+}
+
+// ReadAt implements io.ReaderAt.
+func (s readableSink) ReadAt(p []byte, off int64) (int, error) {
+	r, ok := s.layer.(io.ReaderAt)
+	if !ok {
+		return 0, api.Errorf(api.Unsupported, "the layer cannot be read before it is finished")
+	}
+	return r.ReadAt(p, off)
 }

@@ -20,6 +20,7 @@ var rank = map[api.ImageState]int{api.ImageFailed: 1, api.ImageUnknown: 2, api.I
 func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.BackingImageStatus {
 	s := *img.Status.DeepCopy()
 	s.Copies, s.ReadyCopies, s.Progress, s.Message, s.State = nil, 0, 0, p.problem, ""
+	s.Readable = false
 	var worst string
 	for i := range v.copies {
 		c := &v.copies[i]
@@ -61,8 +62,11 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 			s.ReadyCopies++
 			s.Format, s.Checksum, s.Digest = c.Status.Format, c.Status.Checksum, c.Status.Digest
 			s.Size, s.VirtualSize = c.Status.Size, c.Status.VirtualSize
+		} else if c.Status.Readable && c.Status.Digest != "" && s.ReadyCopies == 0 && rank[st] >= rank[api.ImagePending] {
+			s.Readable, s.Digest, s.VirtualSize = true, c.Status.Digest, c.Status.VirtualSize
 		}
 	}
+	s.Readable = s.Readable && s.ReadyCopies == 0
 	switch {
 	case s.State != "":
 	case p.problem != "" && validateImage(img) != nil:
@@ -76,7 +80,7 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 	if s.Message == "" {
 		s.Message = p.stays
 	}
-	if s.Size > 0 {
+	if s.Size > 0 || s.Readable {
 		s.SizeText, s.VirtualSizeText = api.SizeText(s.Size), api.SizeText(s.VirtualSize)
 	}
 	setConditions(img, v, p, &s)

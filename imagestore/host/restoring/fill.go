@@ -1,0 +1,185 @@
+package restoring
+
+import (
+	"context"
+	"io"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// Fill is a block.Backup that fills the layer, for the importer. After a failure that may pass, Fill opens the backup
+// again and continues with the chunks that the layer lacks.
+type Fill struct {
+	l     *Layer
+	allow bool // leaves damaged chunks as holes
+
+	Damaged []int64 // of the restore
+}
+
+var _ block.Backup = (*Fill)(nil)
+
+// Fill returns the work of the layer's restore. allowDamaged: damaged chunks become holes instead of an error.
+func (l *Layer) Fill(allowDamaged bool) *Fill { return &Fill{l: l, allow: allowDamaged} }
+
+// Size implements block.Backup. The backup was opened before.
+func (f *Fill) Size() int64 {
+	f.l.mu.Lock()
+	defer f.l.mu.Unlock()
+	switch {
+	case f.l.plan != nil:
+		return f.l.plan.content
+	case f.l.current != nil:
+		return f.l.current.Size()
+	}
+	return 0
+}
+
+// Restored implements block.Backup.
+func (f *Fill) Restored() (done, total int64) {
+	f.l.mu.Lock()
+	restored := f.l.restored
+	f.l.mu.Unlock()
+	if restored == nil {
+		return 0, 0
+	}
+	return restored()
+}
+
+// Close implements block.Backup. The Layer keeps the backup open for readers.
+func (f *Fill) Close() error { return nil }
+
+// DamagedText names the damaged chunks of the restore.
+func (f *Fill) DamagedText() string { return damageText(f.Damaged) }
+
+// Restore implements block.Backup.
+func (f *Fill) Restore(ctx context.Context, sink block.Sink) (err error) {
+	l := f.l
+	size := f.Size()
+	s := &fillSink{Sink: sink, l: l, size: size}
+	l.beginFill(s, size)
+	defer func() { l.endFill(err == nil) }()
+	moved := time.Now() // the last progress
+	for {
+		before := s.written()
+		err := f.restoreOnce(ctx, s)
+		switch {
+		case err == nil:
+			return f.judge()
+		case ctx.Err() != nil:
+			return context.Cause(ctx)
+		case s.failure() != nil || !mayPass(err):
+			return err
+		}
+		if s.written() > before {
+			moved = time.Now()
+		}
+		if time.Since(moved) > l.set.Stall {
+			return err
+		}
+		l.awaitAgain(ctx)
+	}
+}
+
+// mayPass reports whether a failed backup may be readable later.
+func mayPass(err error) bool {
+	switch api.KindOf(err) {
+	case api.Other, api.Busy, api.Unavailable:
+		return true
+	}
+	return false
+}
+
+// restoreOnce restores the chunks that the layer lacks.
+func (f *Fill) restoreOnce(ctx context.Context, s *fillSink) error {
+	o, err := f.l.use(ctx)
+	if err != nil {
+		return err
+	}
+	if b, ok := o.Backup.(block.ChunkedBackup); ok {
+		f.l.mu.Lock()
+		f.l.filled.reset()
+		f.l.mu.Unlock()
+		f.Damaged, err = b.RestoreIntact(ctx, s, f.l.isFilled)
+	} else {
+		err = o.Restore(ctx, s)
+	}
+	if ctx.Err() != nil || s.failure() != nil {
+		f.l.release(o, nil) // the backup is not the cause
+	} else {
+		f.l.release(o, err)
+	}
+	return err
+}
+
+// judge decides whether the restore is complete.
+func (f *Fill) judge() error {
+	if len(f.Damaged) == 0 || f.allow {
+		return nil
+	}
+	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; make the image again with the parameter "+
+		"%s, which restores zeros there", api.CountText(len(f.Damaged), "chunk"), f.DamagedText(), api.RestoreAllowDamaged)
+}
+
+func (l *Layer) isFilled(chunk int64) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.filled.has(chunk)
+}
+
+// beginFill lets readers read what the restore has written.
+func (l *Layer) beginFill(s *fillSink, size int64) {
+	l.filling.Lock()
+	defer l.filling.Unlock()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.filled, l.whole = newFilledChunks(size), false
+	l.part, _ = s.Sink.(io.ReaderAt)
+}
+
+// endFill ends the reads of the layer in the making, before the importer seals or removes the layer.
+func (l *Layer) endFill(whole bool) {
+	l.filling.Lock()
+	defer l.filling.Unlock()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.part, l.filled, l.whole = nil, filledChunks{}, whole
+}
+
+// fillSink counts what a restore writes, and lets readers go first.
+type fillSink struct {
+	block.Sink
+	l    *Layer
+	size int64
+
+	bytes int64 // guarded by Layer.mu
+	err   error // of the sink; guarded by Layer.mu
+}
+
+// WriteAt implements io.WriterAt.
+func (s *fillSink) WriteAt(p []byte, off int64) (int, error) {
+	s.l.set.yield()
+	n, err := s.Sink.WriteAt(p, off)
+	s.l.mu.Lock()
+	defer s.l.mu.Unlock()
+	if err != nil {
+		s.err = err
+		return n, err
+	}
+	s.bytes += int64(n)
+	s.l.filled.add(s.size, off, int64(n))
+	return n, nil
+}
+
+func (s *fillSink) written() int64 {
+	s.l.mu.Lock()
+	defer s.l.mu.Unlock()
+	return s.bytes
+}
+
+func (s *fillSink) failure() error {
+	s.l.mu.Lock()
+	defer s.l.mu.Unlock()
+	return s.err
+}

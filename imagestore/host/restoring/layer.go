@@ -1,0 +1,270 @@
+package restoring
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/block"
+)
+
+// Layer is a layer that a restore makes of a backup.
+type Layer struct {
+	set    *Set
+	on     block.Layers
+	uid    string
+	open   func(context.Context) (block.Backup, error)
+	ctx    context.Context // ends with the service of the layer
+	cancel context.CancelFunc
+
+	filling sync.RWMutex // held for reading over reads of part
+	part    io.ReaderAt  // the layer in the making; nil: none
+	filled  filledChunks // of part
+
+	mu       sync.Mutex
+	ended    bool
+	whole    bool // the restore has written all chunks
+	plan     *plan
+	current  *openBackup
+	opening  chan struct{} // closed when the attempt to open ends; nil: no attempt
+	failure  error         // of the last attempt to open or read; nil after a success
+	again    time.Time     // earliest next attempt
+	pause    time.Duration // after the last failure
+	reads    map[int64]*read
+	recent   []int64 // the last chunks that readers asked for
+	damaged  map[int64]error
+	restored func() (done, total int64)
+}
+
+func newLayer(s *Set, on block.Layers, uid string, open func(context.Context) (block.Backup, error)) *Layer {
+	l := &Layer{set: s, on: on, uid: uid, open: open, reads: map[int64]*read{}, damaged: map[int64]error{}}
+	l.ctx, l.cancel = context.WithCancel(s.ctx)
+	return l
+}
+
+// openBackup is an open backup with its users. Layer.mu guards the fields.
+type openBackup struct {
+	block.Backup
+	users   int
+	dropped bool // closed after the last use
+}
+
+// Prepare opens the backup in the background, again and again until this succeeds: for a layer whose restore does not
+// run. A repeated call does nothing.
+func (l *Layer) Prepare() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.plan != nil || l.opening != nil || l.ended {
+		return
+	}
+	l.set.run(func() {
+		for l.ctx.Err() == nil {
+			o, err := l.use(l.ctx)
+			if err == nil {
+				l.release(o, nil)
+				return
+			}
+			l.awaitAgain(l.ctx)
+		}
+	})
+}
+
+// Open opens the backup, and reports whether the layer can be read before the restore has finished.
+func (l *Layer) Open(ctx context.Context) (root string, size int64, readable bool, err error) {
+	o, err := l.use(ctx)
+	if err != nil {
+		return "", 0, false, err
+	}
+	defer l.release(o, nil)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.plan == nil {
+		return "", o.Size(), false, nil
+	}
+	return l.plan.root, o.Size(), true, nil
+}
+
+// use returns the open backup, which the caller gives back by release.
+func (l *Layer) use(ctx context.Context) (*openBackup, error) {
+	for {
+		l.mu.Lock()
+		switch {
+		case l.ended:
+			l.mu.Unlock()
+			return nil, errEnded
+		case l.current != nil:
+			defer l.mu.Unlock()
+			if !l.set.begin() {
+				return nil, errEnded
+			}
+			l.current.users++
+			return l.current, nil
+		case l.opening == nil && time.Now().Before(l.again):
+			defer l.mu.Unlock()
+			return nil, l.failure
+		}
+		wait := l.opening
+		if wait == nil {
+			wait = make(chan struct{})
+			l.opening = wait
+			if !l.set.run(l.openOnce) { // the Set's lock comes after mu
+				close(wait)
+				l.opening, l.ended = nil, true
+			}
+		}
+		l.mu.Unlock()
+		select {
+		case <-wait:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+// openOnce tries to open the backup, and to plan the layer.
+func (l *Layer) openOnce() {
+	b, err := l.open(l.ctx)
+	var p *plan
+	if err == nil {
+		l.mu.Lock()
+		p = l.plan
+		l.mu.Unlock()
+		if p == nil {
+			p, err = newPlan(l.ctx, l.on, b)
+		} else if b.Size() != p.content {
+			err = api.Errorf(api.Corrupt, "the backup has %d bytes, and had %d", b.Size(), p.content)
+		}
+		if err != nil {
+			err = errors.Join(err, b.Close())
+		}
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	close(l.opening)
+	l.opening = nil
+	if err != nil {
+		l.noteFailure(err)
+		return
+	}
+	l.current, l.plan, l.failure, l.pause = &openBackup{Backup: b}, p, nil, 0
+	l.restored = b.Restored
+	if l.ended {
+		l.drop()
+	}
+}
+
+// noteFailure delays the next attempt to open. The caller has mu.
+func (l *Layer) noteFailure(err error) {
+	l.pause = min(max(2*l.pause, l.set.PauseMin), l.set.PauseMax)
+	l.failure, l.again = err, time.Now().Add(l.pause)
+}
+
+// awaitAgain waits until the next attempt to open may come.
+func (l *Layer) awaitAgain(ctx context.Context) {
+	l.mu.Lock()
+	t := time.NewTimer(time.Until(l.again))
+	l.mu.Unlock()
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-ctx.Done():
+	}
+}
+
+// release ends a use. After an error other than a damaged chunk, for example the loss of the lock, the next use opens
+// the backup again.
+func (l *Layer) release(o *openBackup, err error) {
+	defer l.set.work.Done()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if o.users--; err != nil && l.current == o && !api.Is(err, api.Corrupt) && l.ctx.Err() == nil {
+		l.set.Log.Warn("a backup is opened again", "layer", l.uid, "err", err)
+		l.noteFailure(err)
+		l.drop()
+	} else if o.dropped && o.users == 0 {
+		l.close(o)
+	}
+}
+
+// drop gives the open backup up. The caller has mu.
+func (l *Layer) drop() {
+	o := l.current
+	if l.current = nil; o == nil {
+		return
+	}
+	if o.dropped = true; o.users == 0 {
+		l.close(o)
+	}
+}
+
+// close closes an unused backup in the background, because the deletion of its lock may take long.
+func (l *Layer) close(o *openBackup) {
+	l.set.work.Go(func() { // Start waits: a user or an end is still counted
+		if err := o.Close(); err != nil {
+			l.set.Log.Warn("a backup cannot be closed", "layer", l.uid, "err", err)
+		}
+	})
+}
+
+// end ends the service. The caller is counted in Set.work.
+func (l *Layer) end() {
+	l.mu.Lock()
+	l.ended = true
+	l.drop()
+	l.mu.Unlock()
+	l.cancel()
+	l.set.forget(l)
+}
+
+// currentPlan returns the plan, or an error of kind Unavailable before there is one.
+func (l *Layer) currentPlan() (*plan, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.ended:
+		return nil, errEnded
+	case l.plan == nil && l.failure != nil:
+		return nil, api.Errorf(api.Unavailable, "layer %s: its backup cannot be opened yet: %w", l.uid, l.failure)
+	case l.plan == nil:
+		return nil, api.Errorf(api.Unavailable, "layer %s: its backup is being opened", l.uid)
+	}
+	return l.plan, nil
+}
+
+// listedChunks bounds the chunks that a message names.
+const listedChunks = 10
+
+// damageText names damaged chunks.
+func damageText(chunks []int64) string {
+	text := make([]string, 0, listedChunks+1)
+	for i, c := range chunks {
+		if i == listedChunks {
+			text = append(text, fmt.Sprintf("and %d more", len(chunks)-i))
+			break
+		}
+		text = append(text, fmt.Sprintf("%d (offset %d)", c, c*block.ChunkSize))
+	}
+	return strings.Join(text, ", ")
+}
+
+// Problem says why reads wait; empty: none does.
+func (l *Layer) Problem() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.damaged) > 0 {
+		numbers := slices.Sorted(maps.Keys(l.damaged))
+		return fmt.Sprintf("the store damaged or lost chunks, whose reads wait: %s: %v", damageText(numbers),
+			l.damaged[numbers[0]])
+	}
+	if l.failure != nil {
+		return fmt.Sprintf("the backup cannot be read now; reads wait, and Drover tries again: %v", l.failure)
+	}
+	return ""
+}
