@@ -31,7 +31,7 @@ func (s *Server) imageSize(ctx context.Context, w *wish) (int64, error) {
 		if i.Status.State == api.ImageFailed {
 			return false, api.Errorf(api.Unavailable, "the import failed: %s", i.Status.Message)
 		}
-		if i.Status.State != api.ImageReady || i.Status.VirtualSize == 0 {
+		if !i.CanRead() || i.Status.VirtualSize == 0 {
 			return false, nil // not known for sure before
 		}
 		return true, w.image.matches(i) // the image's checksum is known only now

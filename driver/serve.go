@@ -1,6 +1,7 @@
 package driver
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -263,7 +264,7 @@ func (s *server) setupNode(ctx context.Context, mgr ctrl.Manager) (err error) {
 		return err
 	}
 	s.disks, err = replicas.SetupNode(mgr, disks.Options{Name: s.node, Disks: list, Addresses: reachableAddresses(),
-		LayerAddress: addressOf(layers),
+		LayerAddress: layers.Addr().String(),
 		Version:      cli.BuildVersion(), Heartbeat: s.heartbeat, Log: s.log,
 		Registry: disks.RegistryOptions{Instance: instanceName(s.node, s.cfg)}})
 	if err != nil {
@@ -291,24 +292,15 @@ func (s *server) nodeAddress() string {
 	}
 }
 
-// listenLayers opens the socket that serves layers to other nodes, or returns nil without other nodes.
+// listenLayers opens the socket that serves layers to other nodes; without other nodes, to the data process of this
+// node, which reads the layers of restores there.
 func (s *server) listenLayers() (net.Listener, error) {
-	at := s.nodeAddress()
-	if at == "" {
-		return nil, nil
-	}
+	at := cmp.Or(s.nodeAddress(), "127.0.0.1")
 	ln, err := wire.Listen(net.JoinHostPort(at, "0"))
 	if err != nil {
 		return nil, api.Errorf(api.Unavailable, "--node-address %s: %w", at, err)
 	}
 	return ln, nil
-}
-
-func addressOf(ln net.Listener) string {
-	if ln == nil {
-		return ""
-	}
-	return ln.Addr().String()
 }
 
 // uploadServer returns the name and the certificate for uploads to this node. With an embedded API server, the

@@ -41,7 +41,7 @@ func (a *app) imageList() *cobra.Command {
 			return a.printList(cmd.OutOrStdout(), &list, "NAME STATE PROGRESS SOURCE VIRTUAL SIZE COPIES AGE",
 				func(o runtime.Object) []string {
 					i := o.(*api.BackingImage)
-					return []string{i.Name, string(i.Status.State), fmt.Sprintf("%d%%", i.Status.Progress),
+					return []string{i.Name, imageState(&i.Status), fmt.Sprintf("%d%%", i.Status.Progress),
 						string(i.Spec.SourceType), someBytes(i.Status.VirtualSize), someBytes(i.Status.Size),
 						fmt.Sprint(i.Status.ReadyCopies), age(i.CreationTimestamp)}
 				})
@@ -78,15 +78,23 @@ func (a *app) imageShow() *cobra.Command {
 	}
 }
 
+// imageState is the state, and whether volumes can use the image before it is ready.
+func imageState(s *api.BackingImageStatus) string {
+	if s.Readable {
+		return string(s.State) + ", readable"
+	}
+	return string(s.State)
+}
+
 func describeImage(w io.Writer, img *api.BackingImage, where *where) {
 	s := img.Status
 	from := string(img.Spec.SourceType)
-	for _, k := range []string{"url", "path", "backingImage", "volume-name", "snapshot-name"} {
+	for _, k := range []string{"url", "path", "backingImage", "volume-name", "snapshot-name", api.RestoreBackupURL} {
 		if v := img.Spec.SourceParameters[k]; v != "" {
 			from += " " + v
 		}
 	}
-	printFields(w, "Name", img.Name, "State", string(s.State), "Message", s.Message, "Progress", fmt.Sprintf("%d %%",
+	printFields(w, "Name", img.Name, "State", imageState(&s), "Message", s.Message, "Progress", fmt.Sprintf("%d %%",
 		s.Progress),
 		"Source", from, "Format", s.Format, "Virtual size", someBytes(s.VirtualSize), "Size on disk", someBytes(s.Size),
 		"SHA-512", s.Checksum, "Expected", img.Spec.Checksum, "Content", s.Digest, "UUID", string(s.UUID),

@@ -309,6 +309,11 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 		return explainInterrupt(err, img.Name, body)
 	}
 	return a.printObject(cmd.OutOrStdout(), img, func(w io.Writer) {
+		if img.Status.Readable {
+			fmt.Fprintf(w, "image %q readable: volumes can use the image, %s virtual; the content arrives in the background\n",
+				img.Name, api.SizeText(img.Status.VirtualSize))
+			return
+		}
 		fmt.Fprintf(w, "image %q ready: %s, %s virtual, %s on disk, in %s\n", img.Name, img.Status.Format,
 			api.SizeText(img.Status.VirtualSize), api.SizeText(img.Status.Size), seconds(time.Since(began)))
 	})
@@ -368,8 +373,8 @@ func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage
 	return &have, nil
 }
 
-// awaitImage follows image and copies until the image is ready or failed. awaitImage sends a body to the copy that asks
-// for the body.
+// awaitImage follows image and copies until the image is readable, ready or failed. awaitImage sends a body to the copy
+// that asks for the body.
 func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, p *progress, body *outgoing) (
 	*api.BackingImage, error) {
 	name := img.Name
@@ -384,10 +389,10 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 				mu.Lock()
 				last = i
 				mu.Unlock()
-				switch i.Status.State {
-				case api.ImageReady:
+				switch {
+				case i.CanRead():
 					return true, errReady
-				case api.ImageFailed:
+				case i.Status.State == api.ImageFailed:
 					return true, api.Errorf(api.Other, "image %q failed: %s", name, i.Status.Message)
 				}
 				if len(i.Status.Copies) == 0 { // otherwise the copies report below

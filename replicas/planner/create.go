@@ -234,8 +234,8 @@ func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api
 		err := api.Errorf(api.Unavailable, "backing image %s failed: %s", name, img.Status.Message)
 		setCondition(v, api.ConditionImage, false, "Failed", err.Error())
 		return nil, err
-	case img.Status.State != api.ImageReady:
-		// The virtual size is final only in a ready image.
+	case !img.CanRead():
+		// The virtual size is final only in a ready or readable image.
 		err := api.Errorf(api.Unavailable, "backing image %s is not ready yet (%s)", name, img.Status.State)
 		setCondition(v, api.ConditionImage, false, "NotReady", err.Error())
 		return nil, err
