@@ -60,12 +60,15 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 		}
 	}
 	var message string
+	if waiting, next, err = r.keepRestoring(ctx, waiting, now); err != nil {
+		return next, err
+	}
 	switch {
 	case len(waiting) == 0 || rec.deletion.isRunning():
-		return time.Time{}, nil
+		return next, nil
 	case t.Status.Format == api.FormatLonghorn:
 		r.keepLonghorn(t, rec, waiting)
-		return time.Time{}, nil
+		return next, nil
 	case t.Spec.ReadOnly:
 		message = fmt.Sprintf("backup target %s: is read-only; set readOnly to false, or delete the BackupTarget to keep "+
 			"the backup in the store", t.Name)
@@ -86,7 +89,7 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 			wish.err = r.repositories.deleteSnapshots(ctx, target, wish.ids, wish.objects)
 			return wish
 		})
-		return time.Time{}, nil
+		return next, nil
 	}
 	for _, b := range waiting {
 		if err := r.writeWaiting(ctx, b, api.ClipMessage(message)); err != nil {
