@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -91,8 +92,8 @@ type BackupSpec struct {
 	SnapshotID string `json:"snapshotID,omitempty"`
 }
 
-// BackupStatus is the fact.
-type BackupStatus struct {
+// CommonBackupStatus is the part of the status that Backups and BackupBackingImages share.
+type CommonBackupStatus struct {
 	State   BackupState `json:"state,omitempty"`
 	Message string      `json:"message,omitempty"`
 	OwnerID string      `json:"ownerID,omitempty"` // node that writes the status; empty: the controller
@@ -104,23 +105,11 @@ type BackupStatus struct {
 	Attempts int32        `json:"attempts,omitempty"`
 	NextTry  *metav1.Time `json:"nextTry,omitempty"`
 
-	// URL names the backup for a restore: the target's URL with backup and volume.
+	// URL names the backup for a restore: the target's URL with the backup and the volume or image.
 	URL string `json:"url,omitempty"`
 	// SnapshotID is the backup's snapshot in the repository, which restic lists, too.
-	SnapshotID string `json:"snapshotID,omitempty"`
-	// SnapshotName and SnapshotCreatedAt (RFC 3339) are the snapshot of the volume that was backed up.
-	SnapshotName      string `json:"snapshotName,omitempty"`
-	SnapshotCreatedAt string `json:"snapshotCreatedAt,omitempty"`
-	// SnapshotUID is the snapshot in the stack of each replica, which tells a later backup what changed since.
-	SnapshotUID     UID    `json:"snapshotUID,omitempty"`
+	SnapshotID      string `json:"snapshotID,omitempty"`
 	BackupCreatedAt string `json:"backupCreatedAt,omitempty"` // end of the backup, RFC 3339
-	// BackupMode that came about: a backup without a usable earlier one is full.
-	BackupMode string `json:"backupMode,omitempty"`
-	VolumeName string `json:"volumeName,omitempty"`
-	VolumeUID  UID    `json:"volumeUID,omitempty"`
-	VolumeSize int64  `json:"volumeSize,omitempty"` // bytes
-	// VolumeBackingImageName is the volume's image.
-	VolumeBackingImageName string `json:"volumeBackingImageName,omitempty"`
 	// NewlyUploadDataSize is the bytes that the backup added to the store.
 	NewlyUploadDataSize int64             `json:"newlyUploadDataSize,omitempty"`
 	Labels              map[string]string `json:"labels,omitempty"`
@@ -129,15 +118,84 @@ type BackupStatus struct {
 	UploadedText        string            `json:"uploadedText,omitempty"`
 }
 
-// Ended reports whether no node works at the backup any more. A completed backup has a SnapshotID, also as Deleting or
-// Unknown.
-func (b *Backup) Ended() bool {
-	return b.Spec.SnapshotID != "" || b.Status.SnapshotID != "" || b.Status.State == BackupCompleted ||
-		b.Status.State == BackupError
+// BackupStatus is the fact.
+type BackupStatus struct {
+	CommonBackupStatus `json:",inline"`
+
+	// SnapshotName and SnapshotCreatedAt (RFC 3339) are the snapshot of the volume that was backed up.
+	SnapshotName      string `json:"snapshotName,omitempty"`
+	SnapshotCreatedAt string `json:"snapshotCreatedAt,omitempty"`
+	// SnapshotUID is the snapshot in the stack of each replica, which tells a later backup what changed since.
+	SnapshotUID UID `json:"snapshotUID,omitempty"`
+	// BackupMode that came about: a backup without a usable earlier one is full.
+	BackupMode string `json:"backupMode,omitempty"`
+	VolumeName string `json:"volumeName,omitempty"`
+	VolumeUID  UID    `json:"volumeUID,omitempty"`
+	VolumeSize int64  `json:"volumeSize,omitempty"` // bytes
+	// VolumeBackingImageName is the volume's image, VolumeBackingImageDigest and -Checksum the digest of the image's
+	// content and the SHA-512 of its source's bytes.
+	VolumeBackingImageName     string `json:"volumeBackingImageName,omitempty"`
+	VolumeBackingImageDigest   string `json:"volumeBackingImageDigest,omitempty"`
+	VolumeBackingImageChecksum string `json:"volumeBackingImageChecksum,omitempty"`
 }
 
-// Target is the name of the backup's target.
+// StoredBackup is an object that stands for a backup in a store: a Backup or a BackupBackingImage.
+//
+// +kubebuilder:object:generate=false
+type StoredBackup interface {
+	metav1.Object
+	runtime.Object
+	// Target is the name of the backup's target.
+	Target() string
+	// Subject names the volume or image that the backup is of, for people.
+	Subject() string
+	// Common is the part of the status that all backups have.
+	Common() *CommonBackupStatus
+	// FoundSnapshot is the snapshot in the repository of a backup that was found in the store; empty: made here.
+	FoundSnapshot() string
+	// SourceDisk is the node that makes the backup, and the disk that it reads; empty: no source is chosen.
+	SourceDisk() (node string, disk UID)
+	// BackupLabels are the labels that the store keeps with the backup.
+	BackupLabels() map[string]string
+	// Ended reports whether no node works at the backup any more. A completed backup has a SnapshotID, also as Deleting.
+	Ended() bool
+}
+
+var (
+	_ StoredBackup = (*Backup)(nil)
+	_ StoredBackup = (*BackupBackingImage)(nil)
+)
+
+func hasEnded(b StoredBackup) bool {
+	s := b.Common()
+	return b.FoundSnapshot() != "" || s.SnapshotID != "" || s.State == BackupCompleted || s.State == BackupError
+}
+
+// Ended implements StoredBackup.
+func (b *Backup) Ended() bool { return hasEnded(b) }
+
+// Target implements StoredBackup.
 func (b *Backup) Target() string { return cmp.Or(b.Spec.BackupTargetName, DefaultBackupTarget) }
+
+// Subject implements StoredBackup.
+func (b *Backup) Subject() string { return "volume " + b.Spec.Volume }
+
+// Common implements StoredBackup.
+func (b *Backup) Common() *CommonBackupStatus { return &b.Status.CommonBackupStatus }
+
+// FoundSnapshot implements StoredBackup.
+func (b *Backup) FoundSnapshot() string { return b.Spec.SnapshotID }
+
+// SourceDisk implements StoredBackup.
+func (b *Backup) SourceDisk() (node string, disk UID) {
+	if b.Spec.Source == nil {
+		return "", ""
+	}
+	return b.Spec.Source.Node, b.Spec.Source.Disk
+}
+
+// BackupLabels implements StoredBackup.
+func (b *Backup) BackupLabels() map[string]string { return b.Spec.Labels }
 
 // LabelBackupTarget on a Backup is the name of its target.
 const LabelBackupTarget = "drover.io/backup-target"
@@ -159,15 +217,19 @@ func (s *Snapshot) OfBackup() types.UID {
 	return types.UID(uid)
 }
 
-// BackupURL is the URL of a backup in a target of targetURL.
+// BackupURL is the URL of a volume's backup in a target of targetURL.
 func BackupURL(targetURL, backup, volume string) string {
+	return backupURL(targetURL, backup, "volume", volume)
+}
+
+func backupURL(targetURL, backup, kind, name string) string {
 	u, err := url.Parse(targetURL)
 	if err != nil {
 		return ""
 	}
 	q := u.Query()
 	q.Set("backup", backup)
-	q.Set("volume", volume)
+	q.Set(kind, name)
 	u.RawQuery = q.Encode()
 	return u.String()
 }

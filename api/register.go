@@ -17,6 +17,7 @@ var (
 			&Volume{}, &VolumeList{}, &Replica{}, &ReplicaList{}, &Attachment{}, &AttachmentList{},
 			&Snapshot{}, &SnapshotList{}, &SnapshotGroup{}, &SnapshotGroupList{},
 			&BackupTarget{}, &BackupTargetList{}, &Backup{}, &BackupList{},
+			&BackupBackingImage{}, &BackupBackingImageList{}, &BackupVolume{}, &BackupVolumeList{},
 			&Setting{}, &SettingList{}, &NodeCertificate{}, &NodeCertificateList{})
 		metav1.AddToGroupVersion(s, GroupVersion)
 		return nil

@@ -46,7 +46,8 @@ func (i *BackingImage) IsHidden() bool { return i.Labels[LabelHidden] != "" }
 // a password.
 func ValidateBackupURL(text string) error {
 	u, err := url.Parse(text)
-	if err != nil || u.Scheme == "" || hasPassword(u) || u.Query().Get("backup") == "" || u.Query().Get("volume") == "" {
+	if err != nil || u.Scheme == "" || hasPassword(u) || u.Query().Get("backup") == "" ||
+		u.Query().Get("volume") == "" && u.Query().Get("backingImage") == "" {
 		return Errorf(Invalid, "the text is no URL of a backup: copy status.url of the Backup")
 	}
 	return nil

@@ -1,9 +1,9 @@
-// Package backups keeps backups of volumes in stores: the planner decides which replica a backup is made from, the host
-// of the replica's node makes the backup, and one node looks after each backup target.
+// Package backups keeps backups of volumes and images in stores: the planner decides which replica or copy a backup is
+// made from, the host of its node makes the backup, and one node looks after each backup target.
 //
 //	Backup --planner--> spec.source --host--> repository in the store of a BackupTarget
 //
-//	planner/    controller role: the snapshot and the replica of a backup, from objects alone
+//	planner/    controller role: the snapshot and the replica, or the copy, of a backup, from objects alone
 //	host/       node role: makes the backups of the node; status of Backups and BackupTargets
 //	mover/      copies a volume into a repository, and back
 //	manifest/   the folder of a backup: segments and groups of chunks

@@ -179,7 +179,7 @@ type SnapshotCut struct {
 	Created time.Time // the instant of the cut
 }
 
-// SnapshotDisk is the part of a disk that backups of volumes need. Implemented by replicas/stack, wired by driver.
+// SnapshotDisk is the part of a disk that backups need. Implemented by replicas/stack, wired by driver.
 // Methods are safe for concurrent use, also by several processes on the same disk.
 type SnapshotDisk interface {
 	// HoldSnapshot finds the layers of a snapshot in a replica, bottom first, with the size of the snapshot in bytes, and
@@ -189,6 +189,9 @@ type SnapshotDisk interface {
 	// again later.
 	HoldSnapshot(ctx context.Context, holder, name, replica string, snapshot SnapshotCut) (layers []string, size int64,
 		err error)
+	// HoldLayers keeps layers, of an image for example, for holder as HoldSnapshot does. An error of kind busy: a layer is
+	// being merged, or has no reference on the disk.
+	HoldLayers(ctx context.Context, holder, name string, layers []string) error
 	// ReleaseSnapshot ends the hold of a holder, and removes the layers without another reference. No hold: no error.
 	ReleaseSnapshot(holder string) error
 	// HeldSnapshots returns the names of the holders, by holder. After an error some holders may be missing.
@@ -214,6 +217,8 @@ type Exact interface {
 // Backup is an open backup in a store. Implemented by room backups, wired by driver.
 type Backup interface {
 	Size() int64 // bytes of the volume or image
+	// Checksum is the SHA-512 of the bytes that an image was made of, such as a qcow2 file; empty: not known.
+	Checksum() string
 	// Restore writes the content into a sink whose other bytes read as zeros. The content is durable when Restore returns.
 	// A damaged chunk of the backup is an error of kind corrupt.
 	Restore(ctx context.Context, sink Sink) error

@@ -79,8 +79,9 @@ type storedBackup struct {
 	done int64
 }
 
-func (b *storedBackup) Size() int64  { return int64(len(b.body)) }
-func (b *storedBackup) Close() error { return nil }
+func (b *storedBackup) Size() int64      { return int64(len(b.body)) }
+func (b *storedBackup) Checksum() string { return "" }
+func (b *storedBackup) Close() error     { return nil }
 
 func (b *storedBackup) Restored() (done, total int64) {
 	b.mu.Lock()

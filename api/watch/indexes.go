@@ -65,12 +65,17 @@ func AddIndexes(mgr ctrl.Manager) error {
 	})
 }
 
-// AddBackupIndexes adds the indexes of Backups, ByVolume and ByTarget, to a manager's cache once. AddIndexes does not
-// add them, because an index fills the cache with the objects, and the data role needs no Backups.
+// AddBackupIndexes adds the indexes of Backups and BackupBackingImages, ByVolume, ByImage and ByTarget, to a manager's
+// cache once. AddIndexes does not add them, because an index fills the cache with the objects, and the data role needs
+// no backups.
 func AddBackupIndexes(mgr ctrl.Manager) error {
 	return addOnce(indexSet{mgr, "backups"}, []index{
 		{&api.Backup{}, ByVolume, func(o client.Object) string { return o.(*api.Backup).Spec.Volume }},
 		{&api.Backup{}, ByTarget, func(o client.Object) string { return o.(*api.Backup).Target() }},
+		{&api.BackupBackingImage{}, ByImage, func(o client.Object) string {
+			return o.(*api.BackupBackingImage).Spec.BackingImageName
+		}},
+		{&api.BackupBackingImage{}, ByTarget, func(o client.Object) string { return o.(*api.BackupBackingImage).Target() }},
 	})
 }
 

@@ -2,18 +2,13 @@ package host
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"time"
 
-	"sigs.k8s.io/controller-runtime/pkg/client"
-
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host/targets"
-	"drover.io/drover/backups/manifest"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
-	"drover.io/drover/backups/tags"
 	"drover.io/drover/block"
 )
 
@@ -28,7 +23,7 @@ const (
 // attempt makes a backup.
 type attempt struct {
 	*maker
-	b      *api.Backup
+	b      api.StoredBackup
 	again  bool // an earlier attempt may have a snapshot in the repository
 	places int
 }
@@ -50,26 +45,34 @@ func (a *attempt) run(ctx context.Context, w *work) error {
 			return err
 		}
 	}
-	disk, err := a.disks(w.source.Disk)
+	disk, err := a.disks(w.disk)
 	if err != nil {
 		return err
 	}
-	layers, size, err := a.holdSnapshot(ctx, disk, &w.source)
-	if err != nil {
+	of := a.contentOf(a.b)
+	var layers []string
+	var size int64
+	err = retryBusy(ctx, mergeTimeout, func() (err error) {
+		a.holding.RLock()
+		defer a.holding.RUnlock()
+		layers, size, err = of.hold(ctx, disk)
 		return err
+	})
+	if err != nil {
+		return of.explainHold(ctx, err)
 	}
-	w.setPhase("makes the digests of the snapshot's layers")
+	w.setPhase("makes the digests of the layers")
 	err = retryBusy(ctx, 0, func() error { return disk.MakeDigests(ctx, layers) })
 	if err != nil {
 		return err
 	}
 	w.setPhase("")
-	return a.upload(ctx, w, opened.Repository, disk, layers, size)
+	return a.upload(ctx, w, opened.Repository, of, disk, layers, size)
 }
 
 // openTarget opens the repository of a Backup's target for a write; the caller closes it. A BackupTarget that does not
 // exist is an error of kind NotFound.
-func (m *maker) openTarget(ctx context.Context, b *api.Backup) (*targets.Opened, error) {
+func (m *maker) openTarget(ctx context.Context, b api.StoredBackup) (*targets.Opened, error) {
 	opened, err := m.repositories.Open(ctx, b.Target())
 	switch {
 	case api.Is(err, api.Denied) || api.Is(err, api.Invalid): // a person corrects the target or its Secret
@@ -81,46 +84,6 @@ func (m *maker) openTarget(ctx context.Context, b *api.Backup) (*targets.Opened,
 		return nil, api.Errorf(api.Unavailable, "backup target %s: %s", b.Target(), opened.Target.ExplainReadOnly())
 	}
 	return opened, nil
-}
-
-// holdSnapshot holds the layers of the snapshot for the Backup.
-func (a *attempt) holdSnapshot(ctx context.Context, disk block.SnapshotDisk, src *api.ExportFact) (layers []string,
-	size int64, err error) {
-	cut, err := sourceCut(src)
-	if err != nil {
-		return nil, 0, err
-	}
-	err = retryBusy(ctx, mergeTimeout, func() (err error) {
-		a.holding.RLock()
-		defer a.holding.RUnlock()
-		layers, size, err = disk.HoldSnapshot(ctx, string(a.b.UID), a.b.Name, string(src.Replica), cut)
-		return err
-	})
-	if !api.Is(err, api.NotFound) {
-		return layers, size, err
-	}
-	var s api.Snapshot
-	if e := a.live.Get(ctx, client.ObjectKey{Name: src.Snapshot}, &s); client.IgnoreNotFound(e) != nil {
-		return nil, 0, e
-	} else if e == nil && s.Status.UID == src.SnapshotUID && s.DeletionTimestamp.IsZero() {
-		return nil, 0, api.Errorf(api.Unavailable, "replica %s: has no snapshot %s any more, another replica may: %w",
-			src.Replica, src.Snapshot, err)
-	}
-	return nil, 0, api.Errorf(api.NotFound, "snapshot %s: does not exist any more; make another backup: %w", src.Snapshot,
-		err)
-}
-
-// sourceCut is the snapshot of a source. Without the instant, the bytes of a backup could be those of another try.
-func sourceCut(src *api.ExportFact) (block.SnapshotCut, error) {
-	created, err := time.Parse(time.RFC3339, src.CreationTime)
-	if err == nil && created.IsZero() {
-		err = errors.New("the time is zero")
-	}
-	if err != nil {
-		return block.SnapshotCut{}, api.Errorf(api.Invalid, "snapshot %s: the creation time is not valid: %w; make another "+
-			"backup", src.Snapshot, err)
-	}
-	return block.SnapshotCut{UID: string(src.SnapshotUID), Created: created}, nil
 }
 
 // retryBusy calls do again after each error of kind busy, at most for limit, if limit is not 0; then the last error
@@ -151,25 +114,19 @@ func retryBusy(ctx context.Context, limit time.Duration, do func() error) error 
 }
 
 // upload copies the layers into the repository.
-func (a *attempt) upload(ctx context.Context, w *work, r *repo.Repository, disk block.SnapshotDisk, layers []string,
-	size int64) (err error) {
-	opened, err := disk.OpenStack(layers, size)
+func (a *attempt) upload(ctx context.Context, w *work, r *repo.Repository, of content, disk block.SnapshotDisk,
+	layers []string, size int64) (err error) {
+	src, err := openLayers(disk, layers, size)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, opened.Close()) }()
-	src, ok := opened.(block.DigestSource)
-	if !ok {
-		return api.Errorf(api.Unsupported, "disk %s: has no digests", w.source.Disk)
-	}
-	o, err := a.options(ctx, w, size)
+	defer func() { err = errors.Join(err, src.Close()) }()
+	o, err := a.options(ctx, w, of, size)
 	if err != nil {
 		return err
 	}
-	if o.Reread = a.b.Spec.BackupMode == api.BackupFull; !o.Reread {
-		if o.Base, o.Changed, err = a.findBase(ctx, r, disk, &w.source); err != nil {
-			return err
-		}
+	if o.Base, o.Changed, o.Reread, err = of.findBase(ctx, r, disk); err != nil {
+		return err
 	}
 	result, err := mover.Backup(ctx, r, src, o)
 	if err != nil {
@@ -182,30 +139,28 @@ func (a *attempt) upload(ctx context.Context, w *work, r *repo.Repository, disk 
 }
 
 // options describe the backup. The facts are complete when the mover asks for the tags.
-func (a *attempt) options(ctx context.Context, w *work, size int64) (o mover.BackupOptions, err error) {
-	b, src := a.b, &w.source
-	cut, err := sourceCut(src)
+func (a *attempt) options(ctx context.Context, w *work, of content, size int64) (o mover.BackupOptions, err error) {
+	described, err := of.describe(ctx)
 	if err != nil {
 		return o, err
 	}
-	object, image, err := a.describeVolume(ctx, src)
-	if err != nil {
-		return o, err
-	}
-	w.made.facts = tags.Facts{Backup: b.Name, Volume: src.Volume, Object: api.UID(b.UID), VolumeUID: src.VolumeUID,
-		Snapshot: src.Snapshot, SnapshotCreated: src.CreationTime, SnapshotUID: src.SnapshotUID, VolumeSize: size,
-		Image: image, Labels: b.Spec.Labels}
+	w.made.facts, w.made.note = described.facts, described.note
+	f := &w.made.facts
+	f.Backup, f.Object, f.Labels, f.VolumeSize = a.b.GetName(), api.UID(a.b.GetUID()), a.b.BackupLabels(), size
 	o = mover.BackupOptions{
-		Description: manifest.Description{Kind: manifest.Volume, Name: src.Volume, Object: object},
-		Snapshot: repo.Snapshot{Time: cut.Created, Hostname: a.node, Username: "drover",
+		Description: described.object,
+		Snapshot: repo.Snapshot{Time: described.at, Hostname: a.node, Username: "drover",
 			Program: "drover " + a.opts.Version},
 		Tags: func(ctx context.Context, result mover.Result) ([]string, error) {
 			if err := a.confirmSource(ctx, w); err != nil {
 				return nil, err
 			}
-			f := &w.made.facts
-			if f.Mode = api.BackupIncremental; result.Full {
+			switch {
+			case f.IsImage():
+			case result.Full:
 				f.Mode = api.BackupFull
+			default:
+				f.Mode = api.BackupIncremental
 			}
 			f.Uploaded = result.StoredBytes
 			return f.Tags(), nil
@@ -220,55 +175,14 @@ func (a *attempt) options(ctx context.Context, w *work, size int64) (o mover.Bac
 // confirmSource returns an error if the Backup has ended, or another node makes it. A node that was cut off from the API
 // server may not know: its snapshot would be a second one of the Backup.
 func (a *attempt) confirmSource(ctx context.Context, w *work) error {
-	now := &api.Backup{}
-	if err := a.live.Get(ctx, client.ObjectKeyFromObject(a.b), now); err != nil {
-		return api.Explain(err, "backup %s: read the object before the commit", a.b.Name)
-	}
-	if !w.serves(now, a.node) {
-		return api.Errorf(api.Busy, "backup %s: this node does not make the backup any more", a.b.Name)
+	now, err := findBackup(ctx, a.live, keyOf(a.b))
+	switch {
+	case err != nil:
+		return api.Explain(err, "backup %s: read the object before the commit", a.b.GetName())
+	case now == nil:
+		return api.Errorf(api.NotFound, "backup %s: the object was deleted before the commit", a.b.GetName())
+	case !w.serves(now, a.node):
+		return api.Errorf(api.Busy, "backup %s: this node does not make the backup any more", a.b.GetName())
 	}
 	return nil
-}
-
-// volumeDescription is the JSON of a volume in the description of a backup, from which a restore makes the volume
-// again.
-type volumeDescription struct {
-	Name              string            `json:"name"`
-	*api.VolumeRecord                   // nil: the volume is deleted
-	Image             *imageDescription `json:"image,omitempty"`
-}
-
-type imageDescription struct {
-	Name     string `json:"name"`
-	Checksum string `json:"checksum,omitempty"` // SHA-512 of the source's bytes
-}
-
-// describeVolume describes the volume as it is now, and names its image.
-func (a *attempt) describeVolume(ctx context.Context, src *api.ExportFact) (_ json.RawMessage, image string,
-	err error) {
-	d := volumeDescription{Name: src.Volume}
-	var v api.Volume
-	err = a.live.Get(ctx, client.ObjectKey{Name: src.Volume}, &v)
-	if client.IgnoreNotFound(err) != nil {
-		return nil, "", err
-	}
-	if err == nil && v.Status.UID == src.VolumeUID {
-		record, err := v.Record()
-		if err == nil {
-			err = json.Unmarshal(record, &d.VolumeRecord) // allocates
-		}
-		if err != nil {
-			return nil, "", err
-		}
-		image = v.Spec.BackingImage
-	}
-	if image != "" {
-		var i api.BackingImage
-		if err := a.live.Get(ctx, client.ObjectKey{Name: image}, &i); client.IgnoreNotFound(err) != nil {
-			return nil, "", err
-		}
-		d.Image = &imageDescription{image, i.Status.Checksum}
-	}
-	text, err := json.Marshal(d)
-	return text, image, err
 }

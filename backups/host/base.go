@@ -14,13 +14,22 @@ import (
 	"drover.io/drover/block"
 )
 
-// findBase finds the newest backup of the volume in the target whose snapshot the replica and the repository still
-// have, and lists the chunks that may differ. Nil: no such backup exists.
-func (a *attempt) findBase(ctx context.Context, r *repo.Repository, disk block.SnapshotDisk, src *api.ExportFact) (
-	*blob.ID, []int64, error) {
+// findBase implements content: the newest backup of the volume in the target whose snapshot the replica and the
+// repository still have.
+func (c *volumeSnapshot) findBase(ctx context.Context, r *repo.Repository, disk block.SnapshotDisk) (base *blob.ID,
+	changed []int64, reread bool, err error) {
+	if c.b.Spec.BackupMode == api.BackupFull {
+		return nil, nil, true, nil
+	}
+	base, changed, err = c.findUsableBase(ctx, r, disk, c.b.Spec.Source)
+	return base, changed, false, err
+}
+
+func (c *volumeSnapshot) findUsableBase(ctx context.Context, r *repo.Repository, disk block.SnapshotDisk,
+	src *api.ExportFact) (*blob.ID, []int64, error) {
 	var list api.BackupList
-	err := a.List(ctx, &list, client.UnsafeDisableDeepCopy, client.MatchingLabels{
-		api.LabelVolume: api.LabelValue(src.Volume), api.LabelBackupTarget: api.LabelValue(a.b.Target())})
+	err := c.List(ctx, &list, client.UnsafeDisableDeepCopy, client.MatchingLabels{
+		api.LabelVolume: api.LabelValue(src.Volume), api.LabelBackupTarget: api.LabelValue(c.b.Target())})
 	if err != nil {
 		return nil, nil, err
 	}
@@ -28,7 +37,7 @@ func (a *attempt) findBase(ctx context.Context, r *repo.Repository, disk block.S
 	if err != nil {
 		return nil, nil, err
 	}
-	for _, b := range baseCandidates(list.Items, src.VolumeUID, a.b.Target()) {
+	for _, b := range baseCandidates(list.Items, src.VolumeUID, c.b.Target()) {
 		created, err := time.Parse(time.RFC3339, b.Status.SnapshotCreatedAt)
 		if err != nil || created.IsZero() {
 			continue // the replica may have another try of the snapshot

@@ -1,6 +1,9 @@
-// Package host is the node role's half of the room. The maker makes the Backups whose spec.source names its node, and
-// is the only writer of their status until they end. An unfinished Backup that a user deletes leaves neither a snapshot
-// in the repository nor a hold on the disk. Below lies targets, which looks after BackupTargets and ended Backups.
+// Package host is the node role's half of the room. The maker makes the Backups and BackupBackingImages whose
+// spec.source names its node, and is the only writer of their status until they end. A content says which layers a
+// backup reads, and describes them; all else is the same for both kinds.
+//
+// An unfinished backup that a user deletes leaves neither a snapshot in the repository nor a hold on the disk. Below lies
+// targets, which looks after BackupTargets and ended backups.
 //
 // Invariants:
 //
@@ -9,7 +12,7 @@
 //     write, so a conflict costs a reconcile and loses nothing.
 //   - A work begins after InProgress is in the status. So the next process, or the next node, knows that the repository
 //     may have a snapshot of the Backup, and looks for the snapshot before the next attempt or the deletion.
-//   - A hold keeps the layers of the volume's snapshot from the first attempt until the Backup ends. The collector
+//   - A hold keeps the layers of the snapshot or image from the first attempt until the backup ends. The collector
 //     releases the holds that a killed process left.
 //
 // Memory: the backups of a node fill packs in Options.Memory (256 MiB) together. With the two places of the default

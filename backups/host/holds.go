@@ -12,13 +12,12 @@ import (
 
 // releaseHold releases what a work held. The collector tries again.
 func (m *maker) releaseHold(w *work) {
-	disk, err := m.disks(w.source.Disk)
+	disk, err := m.disks(w.disk)
 	if err == nil {
 		err = disk.ReleaseSnapshot(string(w.object))
 	}
 	if err != nil {
-		m.log.Warn("the layers of a backup's snapshot cannot be released yet", "backup", w.backup, "disk", w.source.Disk,
-			"err", err)
+		m.log.Warn("the layers of a backup cannot be released yet", "backup", w.backup.Name, "disk", w.disk, "err", err)
 	}
 }
 
@@ -63,11 +62,11 @@ func (c collector) collectHolds(ctx context.Context) error {
 		if len(held) == 0 {
 			continue
 		}
-		var list api.BackupList // after the holds: the backup of each of them existed before
-		if err := c.live.List(ctx, &list); err != nil {
+		all, err := listBackups(ctx, c.live) // after the holds: the backup of each of them existed before
+		if err != nil {
 			return err
 		}
-		for holder := range c.staleHolds(d.UID, held, list.Items) {
+		for holder := range c.staleHolds(d.UID, held, all) {
 			if err := c.releaseStale(disk, holder); err != nil {
 				c.log.Warn("the hold of a backup cannot be released", "disk", d.UID, "holder", holder, "err", err)
 			}
@@ -87,14 +86,13 @@ func (c collector) releaseStale(disk block.SnapshotDisk, holder string) error {
 	return disk.ReleaseSnapshot(holder)
 }
 
-// staleHolds are the holds on a disk that neither an unfinished Backup nor a work needs.
-func (c collector) staleHolds(disk api.UID, held map[string]string, backups []api.Backup) map[string]string {
-	for i := range backups {
-		b := &backups[i]
-		if isMine(b, c.node) && b.Spec.Source.Disk == disk {
-			delete(held, string(b.UID))
+// staleHolds are the holds on a disk that neither an unfinished backup nor a work needs.
+func (c collector) staleHolds(disk api.UID, held map[string]string, backups []api.StoredBackup) map[string]string {
+	for _, b := range backups {
+		if _, of := b.SourceDisk(); isMine(b, c.node) && of == disk {
+			delete(held, string(b.GetUID()))
 		}
-		if w := c.works.get(b.Name); w != nil {
+		if w := c.works.get(keyOf(b)); w != nil {
 			delete(held, string(w.object))
 		}
 	}

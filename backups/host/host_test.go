@@ -53,7 +53,7 @@ func TestMemoryIsShared(t *testing.T) {
 func TestBaseCandidates(t *testing.T) {
 	backup := func(name, at string, change func(*api.Backup)) api.Backup {
 		b := api.Backup{ObjectMeta: apitest.Named(name), Spec: api.BackupSpec{BackupTargetName: "t"},
-			Status: api.BackupStatus{State: api.BackupCompleted, VolumeUID: "v", SnapshotUID: "s", SnapshotCreatedAt: at}}
+			Status: api.BackupStatus{CommonBackupStatus: api.CommonBackupStatus{State: api.BackupCompleted}, VolumeUID: "v", SnapshotUID: "s", SnapshotCreatedAt: at}}
 		change(&b)
 		return b
 	}
@@ -126,11 +126,13 @@ func TestStaleHolds(t *testing.T) {
 		backup("without source", func(b *api.Backup) { b.Spec.Source = nil }),
 	}
 	held := map[string]string{"deleted": ""}
+	var stored []api.StoredBackup
 	for i := range all {
 		held[string(all[i].UID)] = ""
+		stored = append(stored, &all[i])
 	}
-	c.works.byBackup["being released"] = &work{object: "being released"}
-	got := slices.Sorted(maps.Keys(c.staleHolds("d", held, all)))
+	c.works.byBackup[types.NamespacedName{Name: "being released"}] = &work{object: "being released"}
+	got := slices.Sorted(maps.Keys(c.staleHolds("d", held, stored)))
 	if want := []string{"completed", "deleted", "other disk", "other node", "without source"}; !slices.Equal(got, want) {
 		t.Errorf("stale are %q", got)
 	}
@@ -163,7 +165,7 @@ func TestBackupWithoutAPlaceLooksAgain(t *testing.T) {
 		}
 	}
 	b := &api.Backup{Spec: api.BackupSpec{Source: &api.ExportFact{Node: "n"}},
-		Status: api.BackupStatus{State: api.BackupInProgress}}
+		Status: api.BackupStatus{CommonBackupStatus: api.CommonBackupStatus{State: api.BackupInProgress}}}
 	result, err := m.beginAttempt(t.Context(), b)
 	if err != nil || result.RequeueAfter <= 0 {
 		t.Errorf("%+v, %v", result, err)
@@ -230,7 +232,8 @@ func (d *releasedDisk) ReleaseSnapshot(holder string) error {
 // TestCollectorKeepsTheHoldOfANewWork: a work that began after the collector's look at the Backups keeps its hold.
 func TestCollectorKeepsTheHoldOfANewWork(t *testing.T) {
 	c := collector{&maker{works: newWorkSet()}}
-	c.works.byBackup["b"] = &work{backup: "b", object: "1"}
+	name := types.NamespacedName{Name: "b"}
+	c.works.byBackup[name] = &work{backup: name, object: "1"}
 	disk := &releasedDisk{}
 	for _, holder := range []string{"1", "2"} {
 		if err := c.releaseStale(disk, holder); err != nil {

@@ -10,6 +10,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
@@ -23,7 +24,7 @@ import (
 	"drover.io/drover/block/semaphore"
 )
 
-// maker reconciles the Backups of one node.
+// maker reconciles the Backups and BackupBackingImages of one node.
 type maker struct {
 	client.Client
 	live         client.Reader // without a cache
@@ -41,27 +42,24 @@ type maker struct {
 }
 
 // isMine reports whether the node makes the Backup.
-func isMine(b *api.Backup, node string) bool {
-	return b.Spec.Source != nil && b.Spec.Source.Node == node && !b.Ended()
+func isMine(b api.StoredBackup, node string) bool {
+	at, _ := b.SourceDisk()
+	return at == node && !b.Ended()
 }
 
 // isBegun reports whether the repository may have a snapshot of an unfinished Backup.
-func isBegun(b *api.Backup) bool {
-	s := &b.Status
+func isBegun(b api.StoredBackup) bool {
+	s := b.Common()
 	return s.Attempts > 0 || s.State == api.BackupInProgress || s.State == api.BackupDeleting
 }
 
 // Reconcile compares one Backup with its work.
 func (m *maker) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
-	b := &api.Backup{}
-	err := m.Get(ctx, req.NamespacedName, b)
-	if client.IgnoreNotFound(err) != nil {
+	b, err := findBackup(ctx, m, req.NamespacedName)
+	if err != nil {
 		return ctrl.Result{}, err
 	}
-	if err != nil {
-		b = nil
-	}
-	w := m.works.get(req.Name)
+	w := m.works.get(req.NamespacedName)
 	if w != nil && !w.serves(b, m.node) {
 		if w.cancel(); w.isRunning() {
 			return ctrl.Result{}, nil // the end of the work wakes the reconciler
@@ -83,16 +81,16 @@ func (m *maker) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, e
 		return m.endRemoval(ctx, b, w)
 	case w != nil:
 		return m.endAttempt(ctx, b, w)
-	case !b.DeletionTimestamp.IsZero():
+	case !b.GetDeletionTimestamp().IsZero():
 		return m.beginRemoval(ctx, b)
 	}
 	return m.beginAttempt(ctx, b)
 }
 
-// putStatus writes a status if the status differs from old. Nil with ok false says that the Backup changed meanwhile:
-// its event wakes the reconciler.
-func (m *maker) putStatus(ctx context.Context, b *api.Backup, old *api.BackupStatus) (ok bool, err error) {
-	if equality.Semantic.DeepEqual(*old, b.Status) {
+// putStatus writes the status of b if b differs from old. Nil with ok false says that the Backup changed meanwhile: its
+// event wakes the reconciler.
+func (m *maker) putStatus(ctx context.Context, b api.StoredBackup, old runtime.Object) (ok bool, err error) {
+	if equality.Semantic.DeepEqual(old, b) {
 		return true, nil
 	}
 	if err := m.Status().Update(ctx, b); err != nil {
@@ -102,11 +100,12 @@ func (m *maker) putStatus(ctx context.Context, b *api.Backup, old *api.BackupSta
 }
 
 // untilRetry is the time until the next try of this node.
-func (m *maker) untilRetry(b *api.Backup) time.Duration {
-	if b.Status.NextTry == nil || b.Status.OwnerID != m.node {
+func (m *maker) untilRetry(b api.StoredBackup) time.Duration {
+	st := b.Common()
+	if st.NextTry == nil || st.OwnerID != m.node {
 		return 0
 	}
-	return time.Until(b.Status.NextTry.Time)
+	return time.Until(st.NextTry.Time)
 }
 
 // placeCount is how many backups the node makes at once.
@@ -115,11 +114,11 @@ func (m *maker) placeCount(ctx context.Context) int {
 }
 
 // beginAttempt starts an attempt to make the backup, if the node has a free place.
-func (m *maker) beginAttempt(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
+func (m *maker) beginAttempt(ctx context.Context, b api.StoredBackup) (ctrl.Result, error) {
 	if pause := m.untilRetry(b); pause > 0 {
 		return ctrl.Result{RequeueAfter: pause}, nil
 	}
-	st, old := &b.Status, b.Status.DeepCopy()
+	st, old := b.Common(), copyOf(b)
 	count := m.placeCount(ctx)
 	release, free := m.places.TryAcquire(struct{}{}, count)
 	if !free {
@@ -140,8 +139,9 @@ func (m *maker) beginAttempt(ctx context.Context, b *api.Backup) (ctrl.Result, e
 		release()
 		return ctrl.Result{}, client.IgnoreNotFound(watch.IgnoreConflict(err))
 	}
-	w := &work{backup: b.Name, object: b.UID, source: *b.Spec.Source, reached: old.BytesDone}
-	job := &attempt{maker: m, b: b.DeepCopy(), again: again, places: count}
+	w := newWork(b)
+	w.reached = old.Common().BytesDone
+	job := &attempt{maker: m, b: copyOf(b), again: again, places: count}
 	backupsRunning.Inc()
 	err := m.works.startWork(w, job.run, func() { backupsRunning.Dec(); release() })
 	if err != nil {
@@ -153,40 +153,42 @@ func (m *maker) beginAttempt(ctx context.Context, b *api.Backup) (ctrl.Result, e
 }
 
 // beginRemoval removes what an unfinished backup left, and then the finalizer.
-func (m *maker) beginRemoval(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
+func (m *maker) beginRemoval(ctx context.Context, b api.StoredBackup) (ctrl.Result, error) {
 	if !controllerutil.ContainsFinalizer(b, api.Finalizer) {
 		return ctrl.Result{}, nil
 	}
-	if pause := m.untilRetry(b); pause > 0 && b.Status.State == api.BackupDeleting {
+	st, old := b.Common(), copyOf(b)
+	if pause := m.untilRetry(b); pause > 0 && st.State == api.BackupDeleting {
 		return ctrl.Result{RequeueAfter: pause}, nil
 	}
-	begun, old := isBegun(b), b.Status.DeepCopy()
-	b.Status.State, b.Status.OwnerID, b.Status.NextTry = api.BackupDeleting, m.node, nil
-	if b.Status.State != old.State {
-		b.Status.Message, b.Status.Attempts = "", 0
+	begun := isBegun(b)
+	st.State, st.OwnerID, st.NextTry = api.BackupDeleting, m.node, nil
+	if st.State != old.Common().State {
+		st.Message, st.Attempts = "", 0
 	}
 	if ok, err := m.putStatus(ctx, b, old); !ok {
 		return ctrl.Result{}, err
 	}
-	w := &work{backup: b.Name, object: b.UID, source: *b.Spec.Source, removal: true}
-	job := &removal{maker: m, b: b.DeepCopy(), begun: begun}
+	w := newWork(b)
+	w.removal = true
+	job := &removal{maker: m, b: copyOf(b), begun: begun}
 	return ctrl.Result{}, m.works.startWork(w, job.run, func() {})
 }
 
 // endRemoval removes the finalizer, or plans the next try.
-func (m *maker) endRemoval(ctx context.Context, b *api.Backup, w *work) (ctrl.Result, error) {
+func (m *maker) endRemoval(ctx context.Context, b api.StoredBackup, w *work) (ctrl.Result, error) {
 	if w.err == nil { // the work stays until the object is deleted
 		if controllerutil.RemoveFinalizer(b, api.Finalizer) {
 			return ctrl.Result{}, client.IgnoreNotFound(watch.IgnoreConflict(m.Update(ctx, b)))
 		}
 		return ctrl.Result{}, nil
 	}
-	m.log.Warn("an unfinished backup cannot be deleted yet", "backup", b.Name, "err", w.err)
-	old := b.Status.DeepCopy()
-	b.Status.State, b.Status.OwnerID, b.Status.Message = api.BackupDeleting, m.node, api.ClipMessage(w.err.Error())
-	b.Status.Attempts++
-	pause := m.pauseAfter(b.Status.Attempts)
-	setNextTry(&b.Status, pause)
+	m.log.Warn("an unfinished backup cannot be deleted yet", "backup", b.GetName(), "err", w.err)
+	st, old := b.Common(), copyOf(b)
+	st.State, st.OwnerID, st.Message = api.BackupDeleting, m.node, api.ClipMessage(w.err.Error())
+	st.Attempts++
+	pause := m.pauseAfter(st.Attempts)
+	setNextTry(st, pause)
 	ok, err := m.putStatus(ctx, b, old)
 	if ok {
 		m.works.forget(w)
@@ -195,12 +197,11 @@ func (m *maker) endRemoval(ctx context.Context, b *api.Backup, w *work) (ctrl.Re
 }
 
 // showProgress copies the progress of a running attempt into the status.
-func (m *maker) showProgress(ctx context.Context, b *api.Backup, w *work) (ctrl.Result, error) {
+func (m *maker) showProgress(ctx context.Context, b api.StoredBackup, w *work) (ctrl.Result, error) {
 	if w.removal {
 		return ctrl.Result{}, nil // the end of the work wakes the reconciler
 	}
-	old := b.Status.DeepCopy()
-	st := &b.Status
+	st, old := b.Common(), copyOf(b)
 	st.Message = w.currentPhase()
 	st.BytesDone, st.BytesTotal = w.progress.Bytes()
 	st.Progress = 0
@@ -212,14 +213,14 @@ func (m *maker) showProgress(ctx context.Context, b *api.Backup, w *work) (ctrl.
 }
 
 // endAttempt writes the outcome of an attempt into the status.
-func (m *maker) endAttempt(ctx context.Context, b *api.Backup, w *work) (ctrl.Result, error) {
-	old := b.Status.DeepCopy()
+func (m *maker) endAttempt(ctx context.Context, b api.StoredBackup, w *work) (ctrl.Result, error) {
+	old := copyOf(b)
 	if w.err == nil {
 		setCompleted(b, w)
 	} else {
 		m.setFailed(b, w)
 	}
-	b.Status.OwnerID = m.node
+	b.Common().OwnerID = m.node
 	if ok, err := m.putStatus(ctx, b, old); !ok {
 		return ctrl.Result{}, err
 	}
@@ -232,31 +233,30 @@ func (m *maker) endAttempt(ctx context.Context, b *api.Backup, w *work) (ctrl.Re
 	return ctrl.Result{RequeueAfter: max(m.untilRetry(b), time.Millisecond)}, nil
 }
 
-// waiting requests the Backups of this node without a work, the oldest first.
+// waiting requests the backups of this node without a work, the oldest first.
 func (m *maker) waiting(ctx context.Context, ended client.Object) (requests []reconcile.Request) {
-	var list api.BackupList
-	if err := m.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+	all, err := listBackups(ctx, m, client.UnsafeDisableDeepCopy)
+	if err != nil {
 		m.log.Warn("backups cannot be listed; the waiting ones start later", "err", err)
 		return nil
 	}
-	var found []*api.Backup
-	for i := range list.Items {
-		if b := &list.Items[i]; isMine(b, m.node) && m.works.get(b.Name) == nil {
-			found = append(found, b)
-		}
-	}
-	slices.SortFunc(found, func(x, y *api.Backup) int {
-		return cmp.Or(x.CreationTimestamp.Compare(y.CreationTimestamp.Time), cmp.Compare(x.Name, y.Name))
+	found := slices.DeleteFunc(all, func(b api.StoredBackup) bool {
+		return !isMine(b, m.node) || m.works.get(keyOf(b)) != nil
+	})
+	slices.SortFunc(found, func(x, y api.StoredBackup) int {
+		a, b := x.GetCreationTimestamp(), y.GetCreationTimestamp()
+		return cmp.Or(a.Compare(b.Time), cmp.Compare(x.GetName(), y.GetName()))
 	})
 	for _, b := range found {
-		requests = append(requests, watch.Request(b.Name))
+		requests = append(requests, reconcile.Request{NamespacedName: keyOf(b)})
 	}
 	return requests
 }
 
-// endedAndWaiting requests the Backup of an ended work, and the Backups that wait for its place.
+// endedAndWaiting requests the backup of an ended work, and the backups that wait for its place.
 func (m *maker) endedAndWaiting(ctx context.Context, o client.Object) []reconcile.Request {
-	return append(watch.Requests(o.GetName()), m.waiting(ctx, o)...)
+	ended := reconcile.Request{NamespacedName: client.ObjectKeyFromObject(o)}
+	return append([]reconcile.Request{ended}, m.waiting(ctx, o)...)
 }
 
 // pauseAfter is the pause after a number of failures.
@@ -269,7 +269,7 @@ func (m *maker) pauseAfter(failures int32) time.Duration {
 }
 
 // setNextTry records the time of the next try. The API keeps whole seconds.
-func setNextTry(st *api.BackupStatus, pause time.Duration) {
+func setNextTry(st *api.CommonBackupStatus, pause time.Duration) {
 	next := metav1.NewTime(time.Now().Add(pause + time.Second - 1).Truncate(time.Second))
 	st.NextTry = &next
 }

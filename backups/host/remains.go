@@ -14,9 +14,10 @@ import (
 	"drover.io/drover/backups/tags"
 )
 
-// adoptSnapshot finds a complete snapshot of the Backup object, and deletes other snapshots of the object.
-func adoptSnapshot(ctx context.Context, r *repo.Repository, b *api.Backup, made *completed) (found bool, err error) {
-	list, err := targets.SnapshotsOf(ctx, r, api.UID(b.UID))
+// adoptSnapshot finds a complete snapshot of the object, and deletes other snapshots of the object.
+func adoptSnapshot(ctx context.Context, r *repo.Repository, b api.StoredBackup, made *completed) (found bool,
+	err error) {
+	list, err := targets.SnapshotsOf(ctx, r, api.UID(b.GetUID()))
 	if err != nil {
 		return false, err
 	}
@@ -43,7 +44,7 @@ func adoptSnapshot(ctx context.Context, r *repo.Repository, b *api.Backup, made 
 // removal removes what an unfinished backup left in the repository and on the disk.
 type removal struct {
 	*maker
-	b     *api.Backup
+	b     api.StoredBackup
 	begun bool
 }
 
@@ -66,7 +67,7 @@ func (d *removal) deleteSnapshots(ctx context.Context) error {
 		return err
 	}
 	defer opened.Close()
-	list, err := targets.SnapshotsOf(ctx, opened.Repository, api.UID(d.b.UID))
+	list, err := targets.SnapshotsOf(ctx, opened.Repository, api.UID(d.b.GetUID()))
 	if err != nil {
 		return err
 	}

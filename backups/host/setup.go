@@ -31,17 +31,19 @@ func Setup(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDis
 	}
 	everyNode := false
 	return ctrl.NewControllerManagedBy(mgr).Named("backups").For(&api.Backup{}, builder.WithPredicates(ofNode(node))).
+		Watches(&api.BackupBackingImage{}, handler.EnqueueRequestsFromMapFunc(requestImage),
+			builder.WithPredicates(ofNode(node))).
 		WatchesRawSource(ctrlsource.Channel(m.works.wake, handler.EnqueueRequestsFromMapFunc(m.endedAndWaiting))).
 		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(m.waiting), watch.Named(settingPlaces)).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode, NewQueue: backlog.New}).
 		Complete(m)
 }
 
-// ofNode passes events of the Backups that the node makes, or made until the event.
+// ofNode passes events of the backups that the node makes, or made until the event.
 func ofNode(node string) predicate.Predicate {
 	has := func(o client.Object) bool {
-		b := o.(*api.Backup)
-		return b.Spec.Source != nil && b.Spec.Source.Node == node
+		at, _ := o.(api.StoredBackup).SourceDisk()
+		return at == node
 	}
 	return predicate.Funcs{
 		CreateFunc: func(e event.CreateEvent) bool { return has(e.Object) },

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -19,21 +20,29 @@ type completed struct {
 	facts    tags.Facts
 	target   string // URL
 	adopted  bool   // an earlier attempt made the backup
+	note     string // for the user, of a backup that is complete
 }
 
 // setCompleted is the status of a backup that the repository has.
-func setCompleted(b *api.Backup, w *work) {
+func setCompleted(b api.StoredBackup, w *work) {
 	c, now := &w.made, time.Now()
-	b.Status = c.facts.Status(c.target, c.snapshot.String(), now, now)
+	switch b := b.(type) {
+	case *api.Backup:
+		b.Status = c.facts.Status(c.target, c.snapshot.String(), now, now)
+	case *api.BackupBackingImage:
+		b.Status = c.facts.ImageStatus(c.target, c.snapshot.String(), now, now)
+	}
+	st := b.Common()
+	st.Message = c.note
 	if !c.adopted {
-		b.Status.BytesDone, b.Status.BytesTotal = w.progress.Bytes()
+		st.BytesDone, st.BytesTotal = w.progress.Bytes()
 	}
 }
 
 // setFailed is the status after an attempt that failed. An attempt that came further than the attempt before counts as
 // the first.
-func (m *maker) setFailed(b *api.Backup, w *work) {
-	st := &b.Status
+func (m *maker) setFailed(b api.StoredBackup, w *work) {
+	st := b.Common()
 	done, total := w.progress.Bytes()
 	if done > w.reached {
 		st.Attempts = 0
@@ -59,19 +68,22 @@ func isPermanent(err error) bool {
 }
 
 // reportEnd logs the end of an attempt, and emits an event at the end of a backup.
-func (m *maker) reportEnd(b *api.Backup, err error) {
-	st := &b.Status
+func (m *maker) reportEnd(b api.StoredBackup, err error) {
+	st, mode := b.Common(), ""
+	if v, is := b.(*api.Backup); is {
+		mode = v.Status.BackupMode + " "
+	}
 	switch {
 	case err == nil:
-		m.log.Info("backup completed", "backup", b.Name, "volume", b.Spec.Volume, "target", b.Target(),
-			"mode", st.BackupMode, "uploaded", st.NewlyUploadDataSize)
-		m.events.Eventf(b, nil, corev1.EventTypeNormal, "BackupCompleted", "Backup", "volume %s: %s backup, %s uploaded",
-			b.Spec.Volume, st.BackupMode, st.UploadedText)
+		m.log.Info("backup completed", "backup", b.GetName(), "of", b.Subject(), "target", b.Target(),
+			"mode", strings.TrimSpace(mode), "uploaded", st.NewlyUploadDataSize)
+		m.events.Eventf(b, nil, corev1.EventTypeNormal, "BackupCompleted", "Backup", "%s: %sbackup, %s uploaded",
+			b.Subject(), mode, st.UploadedText)
 	case st.State == api.BackupError:
-		m.log.Warn("backup failed", "backup", b.Name, "volume", b.Spec.Volume, "target", b.Target(), "err", err)
+		m.log.Warn("backup failed", "backup", b.GetName(), "of", b.Subject(), "target", b.Target(), "err", err)
 		m.events.Eventf(b, nil, corev1.EventTypeWarning, "BackupFailed", "Backup", "%s", st.Message)
 	default:
-		m.log.Warn("attempt of a backup failed", "backup", b.Name, "volume", b.Spec.Volume, "target", b.Target(),
+		m.log.Warn("attempt of a backup failed", "backup", b.GetName(), "of", b.Subject(), "target", b.Target(),
 			"attempts", st.Attempts, "err", err)
 	}
 }

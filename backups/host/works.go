@@ -2,6 +2,7 @@ package host
 
 import (
 	"context"
+	"reflect"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -14,11 +15,13 @@ import (
 	"drover.io/drover/backups/mover"
 )
 
-// work is one job for a Backup: an attempt to make the backup, or the removal of what an unfinished backup left.
+// work is one job for a Backup or a BackupBackingImage: an attempt to make the backup, or the removal of what an
+// unfinished backup left.
 type work struct {
-	backup  string    // name of the object
-	object  types.UID // of the object
-	source  api.ExportFact
+	backup  types.NamespacedName // as in a request of the maker
+	object  types.UID            // of the object
+	source  any                  // sourceOf the object
+	disk    api.UID              // of the source
 	removal bool
 	reached int64 // bytes that the attempt before was done with
 
@@ -33,9 +36,9 @@ type work struct {
 }
 
 // serves reports whether the node still has to do the work for the Backup as the Backup is now; b may be nil.
-func (w *work) serves(b *api.Backup, node string) bool {
-	return b != nil && b.UID == w.object && isMine(b, node) && *b.Spec.Source == w.source &&
-		w.removal == !b.DeletionTimestamp.IsZero()
+func (w *work) serves(b api.StoredBackup, node string) bool {
+	return b != nil && b.GetUID() == w.object && isMine(b, node) && reflect.DeepEqual(sourceOf(b), w.source) &&
+		w.removal == !b.GetDeletionTimestamp().IsZero()
 }
 
 func (w *work) isRunning() bool {
@@ -70,11 +73,11 @@ type workSet struct {
 
 	mu       sync.Mutex
 	stopped  bool
-	byBackup map[string]*work
+	byBackup map[types.NamespacedName]*work
 }
 
 func newWorkSet() *workSet {
-	s := &workSet{wake: make(chan event.GenericEvent, 16), byBackup: map[string]*work{}}
+	s := &workSet{wake: make(chan event.GenericEvent, 16), byBackup: map[types.NamespacedName]*work{}}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	return s
 }
@@ -125,13 +128,14 @@ func (s *workSet) runWork(ctx context.Context, w *work, do workFunc, done func()
 	done()
 	close(w.ended)
 	select {
-	case s.wake <- event.GenericEvent{Object: &api.Backup{ObjectMeta: metav1.ObjectMeta{Name: w.backup}}}:
+	case s.wake <- event.GenericEvent{Object: &api.Backup{ObjectMeta: metav1.ObjectMeta{Name: w.backup.Name,
+		Namespace: w.backup.Namespace}}}:
 	case <-s.ctx.Done():
 	}
 }
 
 // get returns the work for a Backup, running or ended, or nil.
-func (s *workSet) get(backup string) *work {
+func (s *workSet) get(backup types.NamespacedName) *work {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.byBackup[backup]

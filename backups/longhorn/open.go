@@ -100,6 +100,9 @@ func (o *Opened) finish(cache string, size, blockSize int64, err error) error {
 // Size implements block.Backup.
 func (o *Opened) Size() int64 { return o.blocks.size }
 
+// Checksum implements block.Backup: Longhorn's checksum of an image is of the file, which no volume compares.
+func (o *Opened) Checksum() string { return "" }
+
 // Restored implements block.Backup.
 func (o *Opened) Restored() (done, total int64) { return o.done.Load(), o.total.Load() }
 

@@ -42,7 +42,12 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error { return setupSince(mgr, lo
 func setupSince(mgr ctrl.Manager, log *slog.Logger, began time.Time) error {
 	r := &backupReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(),
 		events: mgr.GetEventRecorder("drover-backups"), log: log.With("loop", "backup-plans"), began: began}
-	if err := setupSnapshots(mgr, log); err != nil {
+	for _, setup := range []func(ctrl.Manager, *slog.Logger) error{setupSnapshots, setupBackupVolumes, setupImageRestores} {
+		if err := setup(mgr, log); err != nil {
+			return err
+		}
+	}
+	if err := setupImages(mgr, r); err != nil {
 		return err
 	}
 	waiting := func(b *api.Backup) bool { return !b.Ended() }
@@ -54,6 +59,8 @@ func setupSince(mgr ctrl.Manager, log *slog.Logger, began time.Time) error {
 		Watches(&api.Volume{}, ofVolume(client.Object.GetName)).
 		Watches(&api.Snapshot{}, ofVolume(func(o client.Object) string { return o.(*api.Snapshot).Spec.Volume })).
 		Watches(&api.Replica{}, ofVolume(func(o client.Object) string { return o.(*api.Replica).Spec.Volume })).
+		Watches(&api.BackupBackingImage{}, r.backupsBy(watch.ByTarget,
+			func(o client.Object) string { return o.(*api.BackupBackingImage).Target() }, waiting)).
 		Watches(&api.BackupTarget{}, r.backupsBy(watch.ByTarget, client.Object.GetName,
 			func(b *api.Backup) bool { return !b.Ended() || b.DeletionTimestamp != nil })).
 		Watches(&api.Node{}, r.backupsBy("", nil, waiting), watch.Updates(nodeChanged)).
@@ -110,7 +117,7 @@ func (r *backupReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 	switch {
 	case b.DeletionTimestamp != nil:
 		return r.planDeletion(ctx, b)
-	case addMetadata(b):
+	case addMetadata(b, map[string]string{api.LabelVolume: b.Spec.Volume, api.LabelBackupTarget: b.Target()}):
 		return ctrl.Result{}, ignoreRace(r.Update(ctx, b)) // the event of the update continues
 	case b.Status.State == api.BackupError:
 		return r.deleteExpired(ctx, b)
@@ -130,20 +137,22 @@ func ignoreRace(err error) error {
 	return err
 }
 
-// addMetadata adds the finalizer and the labels of a backup, and reports whether any was missing. A name that is no
-// value of a label gets no label: no volume or target has such a name.
-func addMetadata(b *api.Backup) bool {
+// addMetadata adds the finalizer, and the names as labels, of a backup, and reports whether any was missing. A name that
+// is no value of a label gets no label: no volume, image or target has such a name.
+func addMetadata(b client.Object, names map[string]string) bool {
 	changed := controllerutil.AddFinalizer(b, api.Finalizer)
-	for label, name := range map[string]string{api.LabelVolume: b.Spec.Volume, api.LabelBackupTarget: b.Target()} {
+	labels := b.GetLabels()
+	for label, name := range names {
 		value := api.LabelValue(name)
-		if b.Labels[label] == value || len(validation.IsValidLabelValue(value)) > 0 {
+		if labels[label] == value || len(validation.IsValidLabelValue(value)) > 0 {
 			continue
 		}
-		if b.Labels == nil {
-			b.Labels = map[string]string{}
+		if labels == nil {
+			labels = map[string]string{}
 		}
-		b.Labels[label], changed = value, true
+		labels[label], changed = value, true
 	}
+	b.SetLabels(labels)
 	return changed
 }
 
@@ -154,6 +163,9 @@ func (r *backupReconciler) planSource(ctx context.Context, b *api.Backup) (ctrl.
 		source, err = r.findSource(ctx, r.live, b) // the cache may be late, and an Error is for good
 	}
 	if err == nil {
+		err = r.checkImageBackup(ctx, b)
+	}
+	if err == nil {
 		base := b.DeepCopy()
 		b.Spec.Source = source
 		if err = r.patchSource(ctx, b, base); err == nil {
@@ -161,11 +173,16 @@ func (r *backupReconciler) planSource(ctx context.Context, b *api.Backup) (ctrl.
 		}
 		return ctrl.Result{}, ignoreRace(err)
 	}
+	return r.postpone(ctx, b, err)
+}
+
+// postpone says in the status why a backup waits for its source, or cannot be made.
+func (r *backupReconciler) postpone(ctx context.Context, b api.StoredBackup, err error) (ctrl.Result, error) {
 	if api.KindOf(err) == api.Other {
 		return ctrl.Result{}, err
 	}
-	before := b.Status.DeepCopy()
-	s := &b.Status
+	s := b.Common()
+	before := s.DeepCopy()
 	if s.State == api.BackupInProgress {
 		s.Attempts = max(s.Attempts, 1) // the next node looks whether the silent node stored the backup
 	}
@@ -180,7 +197,7 @@ func (r *backupReconciler) planSource(ctx context.Context, b *api.Backup) (ctrl.
 	if err := r.Status().Update(ctx, b); err != nil {
 		return ctrl.Result{}, ignoreRace(err)
 	}
-	r.log.Info("backup", "backup", b.Name, "state", s.State, "message", s.Message)
+	r.log.Info("backup", "backup", b.GetName(), "state", s.State, "message", s.Message)
 	if s.State == api.BackupError {
 		r.events.Eventf(b, nil, corev1.EventTypeWarning, "BackupFailed", "Backup", "%s", api.ClipMessage(s.Message))
 	}
@@ -194,7 +211,7 @@ func retryable(err error) bool {
 }
 
 // patchSource writes spec.source, unless the Backup has changed: the node may have completed the backup.
-func (r *backupReconciler) patchSource(ctx context.Context, b, base *api.Backup) error {
+func (r *backupReconciler) patchSource(ctx context.Context, b, base api.StoredBackup) error {
 	return r.Patch(ctx, b, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 }
 
@@ -217,13 +234,19 @@ func (r *backupReconciler) checkSource(ctx context.Context, b *api.Backup) (ctrl
 	return ctrl.Result{}, r.clearSource(ctx, b, why)
 }
 
-func (r *backupReconciler) clearSource(ctx context.Context, b *api.Backup, why string) error {
-	base := b.DeepCopy()
-	b.Spec.Source = nil
+func (r *backupReconciler) clearSource(ctx context.Context, b api.StoredBackup, why string) error {
+	base := b.DeepCopyObject().(api.StoredBackup)
+	switch b := b.(type) {
+	case *api.Backup:
+		b.Spec.Source = nil
+	case *api.BackupBackingImage:
+		b.Spec.Source = nil
+	}
 	if err := r.patchSource(ctx, b, base); err != nil {
 		return ignoreRace(err)
 	}
-	r.log.Warn("backup loses its source", "backup", b.Name, "node", base.Spec.Source.Node, "reason", why)
+	node, _ := base.SourceDisk()
+	r.log.Warn("backup loses its source", "backup", b.GetName(), "node", node, "reason", why)
 	return nil
 }
 
@@ -246,12 +269,12 @@ func (r *backupReconciler) requeueAtSilence(nodes []api.Node, name string, now t
 }
 
 // deleteExpired deletes a failed backup some time after its end.
-func (r *backupReconciler) deleteExpired(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
+func (r *backupReconciler) deleteExpired(ctx context.Context, b api.StoredBackup) (ctrl.Result, error) {
 	minutes := watch.SettingNumber(ctx, r.Client, settingFailedTTL, r.log)
 	if minutes == 0 {
 		return ctrl.Result{}, nil // the event of the setting continues
 	}
-	end, err := time.Parse(time.RFC3339, b.Status.BackupCreatedAt)
+	end, err := time.Parse(time.RFC3339, b.Common().BackupCreatedAt)
 	if err != nil {
 		return ctrl.Result{}, nil // without a known end the backup stays, so that a user sees the failure
 	}
@@ -259,8 +282,13 @@ func (r *backupReconciler) deleteExpired(ctx context.Context, b *api.Backup) (ct
 	if left > 0 {
 		return ctrl.Result{RequeueAfter: left}, nil
 	}
-	err = r.Delete(ctx, b, client.Preconditions{UID: &b.UID, ResourceVersion: &b.ResourceVersion})
-	return ctrl.Result{}, ignoreRace(err)
+	return ctrl.Result{}, r.deleteSeen(ctx, b)
+}
+
+// deleteSeen deletes a backup unless it has changed.
+func (r *backupReconciler) deleteSeen(ctx context.Context, b client.Object) error {
+	uid, version := b.GetUID(), b.GetResourceVersion()
+	return ignoreRace(r.Delete(ctx, b, client.Preconditions{UID: &uid, ResourceVersion: &version}))
 }
 
 // maxMinutes, about a hundred years, is the longest time that counts: more would not fit into a time.Duration.
@@ -268,12 +296,13 @@ const maxMinutes = 50 << 20
 
 // planDeletion removes the finalizer of a deleted backup for which no node is responsible. The snapshotReconciler
 // deletes the backup's snapshot.
-func (r *backupReconciler) planDeletion(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
+func (r *backupReconciler) planDeletion(ctx context.Context, b api.StoredBackup) (ctrl.Result, error) {
 	if !controllerutil.ContainsFinalizer(b, api.Finalizer) {
 		return ctrl.Result{}, nil
 	}
+	node, _ := b.SourceDisk()
 	switch {
-	case b.Spec.Source == nil && b.Spec.SnapshotID == "" && b.Status.SnapshotID == "": // the store has no trace
+	case node == "" && b.FoundSnapshot() == "" && b.Common().SnapshotID == "": // the store has no trace
 	case !b.Ended():
 		return r.checkNode(ctx, b)
 	default:
@@ -283,7 +312,7 @@ func (r *backupReconciler) planDeletion(ctx context.Context, b *api.Backup) (ctr
 		if err == nil || !apierrors.IsNotFound(err) {
 			return ctrl.Result{}, err
 		}
-		r.log.Info("backup stays in the store: its target does not exist", "backup", b.Name, "target", b.Target())
+		r.log.Info("backup stays in the store: its target does not exist", "backup", b.GetName(), "target", b.Target())
 	}
 	controllerutil.RemoveFinalizer(b, api.Finalizer)
 	return ctrl.Result{}, ignoreRace(r.Update(ctx, b))
@@ -291,12 +320,13 @@ func (r *backupReconciler) planDeletion(ctx context.Context, b *api.Backup) (ctr
 
 // checkNode takes a deleted backup from a silent node. A node that answers cancels the backup, and removes the
 // finalizer.
-func (r *backupReconciler) checkNode(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
+func (r *backupReconciler) checkNode(ctx context.Context, b api.StoredBackup) (ctrl.Result, error) {
 	var nodes api.NodeList
 	if err := r.List(ctx, &nodes); err != nil {
 		return ctrl.Result{}, err
 	}
-	now, name := time.Now(), b.Spec.Source.Node
+	now := time.Now()
+	name, _ := b.SourceDisk()
 	if n := findNode(nodes.Items, name); n != nil && r.silentIn(n, now) > 0 {
 		return r.requeueAtSilence(nodes.Items, name, now), nil
 	}

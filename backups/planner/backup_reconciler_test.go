@@ -62,7 +62,7 @@ func TestBackupWaitsForItsTargetAndItsSnapshot(t *testing.T) {
 		t.Errorf("%+v", b.ObjectMeta)
 	}
 	apitest.EditStatus(w.Server, b, func(b *api.Backup) {
-		b.Status = api.BackupStatus{State: api.BackupInProgress, OwnerID: "n2", Progress: 40, Message: "uploads"}
+		b.Status = api.BackupStatus{CommonBackupStatus: api.CommonBackupStatus{State: api.BackupInProgress, OwnerID: "n2", Progress: 40, Message: "uploads"}}
 	})
 	apitest.EditStatus(w.Server, target, func(t *api.BackupTarget) { t.Status.Available = false })
 	w.stays("b", "the node owns the status")

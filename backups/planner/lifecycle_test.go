@@ -17,7 +17,7 @@ func (w *world) begin(name string, v *api.Volume, snapshot, node string) *api.Ba
 	w.addBackup(name, v.Name, snapshot)
 	b := w.awaitSource(name, node)
 	apitest.EditStatus(w.Server, b, func(b *api.Backup) {
-		b.Status = api.BackupStatus{State: api.BackupInProgress, OwnerID: node, Progress: 30}
+		b.Status = api.BackupStatus{CommonBackupStatus: api.CommonBackupStatus{State: api.BackupInProgress, OwnerID: node, Progress: 30}}
 	})
 	return b
 }

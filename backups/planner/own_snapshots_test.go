@@ -21,8 +21,8 @@ func instant(n int) string {
 func backupNumber(n int, changes ...func(*api.Backup)) api.Backup {
 	b := api.Backup{Spec: api.BackupSpec{Volume: "v", BackupTargetName: "t"}}
 	b.Name, b.UID = "b"+string(rune('0'+n)), types.UID(string(rune('0'+n)))
-	b.Status = api.BackupStatus{State: api.BackupCompleted, SnapshotID: "stored", SnapshotName: b.OwnSnapshotName(),
-		SnapshotCreatedAt: instant(n), VolumeUID: "of-v"}
+	b.Status = api.BackupStatus{SnapshotName: b.OwnSnapshotName(), SnapshotCreatedAt: instant(n), VolumeUID: "of-v"}
+	b.Status.State, b.Status.SnapshotID = api.BackupCompleted, "stored"
 	for _, change := range changes {
 		change(&b)
 	}
@@ -42,8 +42,12 @@ func snapshotNumber(n int) api.Snapshot {
 func TestSnapshotsStayWhileABackupNeedsThem(t *testing.T) {
 	deleted := metav1.Now()
 	in := func(target string) func(*api.Backup) { return func(b *api.Backup) { b.Spec.BackupTargetName = target } }
-	failed := func(b *api.Backup) { b.Status = api.BackupStatus{State: api.BackupError} }
-	running := func(b *api.Backup) { b.Status = api.BackupStatus{State: api.BackupInProgress} }
+	failed := func(b *api.Backup) {
+		b.Status = api.BackupStatus{CommonBackupStatus: api.CommonBackupStatus{State: api.BackupError}}
+	}
+	running := func(b *api.Backup) {
+		b.Status = api.BackupStatus{CommonBackupStatus: api.CommonBackupStatus{State: api.BackupInProgress}}
+	}
 	isDeleted := func(b *api.Backup) { b.DeletionTimestamp = &deleted }
 	foreign := func(b *api.Backup) { b.Status.SnapshotName = "elsewhere"; b.Spec.SnapshotID = "stored" }
 	unknown := func(b *api.Backup) { b.Status.State = "Later" } // of a later version

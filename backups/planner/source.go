@@ -21,7 +21,8 @@ import (
 // why the backup can never be made. reader reads the target, the volume and the snapshot.
 func (r *backupReconciler) findSource(ctx context.Context, reader client.Reader, b *api.Backup) (*api.ExportFact,
 	error) {
-	if err := validateNames(b); err != nil {
+	if err := validateNames([2]string{"volume", b.Spec.Volume}, [2]string{"snapshot", b.Spec.SnapshotName},
+		[2]string{"backup target", b.Target()}); err != nil {
 		return nil, err
 	}
 	v := &api.Volume{}
@@ -50,12 +51,12 @@ func (r *backupReconciler) findSource(ctx context.Context, reader client.Reader,
 	if err != nil {
 		return nil, err
 	}
-	var backups api.BackupList
-	if err := r.List(ctx, &backups, client.UnsafeDisableDeepCopy); err != nil {
+	unfinished, err := r.countUnfinished(ctx)
+	if err != nil {
 		return nil, err
 	}
 	rep, err := chooseSource(sourceView{volume: v, snapshot: snap, replicas: replicas, nodes: nodes,
-		unfinished: countUnfinished(backups.Items), now: time.Now()})
+		unfinished: unfinished, now: time.Now()})
 	if err != nil {
 		return nil, err
 	}
@@ -65,13 +66,10 @@ func (r *backupReconciler) findSource(ctx context.Context, reader client.Reader,
 
 // validateNames refuses names that no object can have, with which the API server answers requests with other errors
 // than NotFound.
-func validateNames(b *api.Backup) error {
-	for _, n := range []struct{ kind, name string }{
-		{"volume", b.Spec.Volume}, {"snapshot", b.Spec.SnapshotName}, {"backup target", b.Target()},
-	} {
-		if n.name != "" && len(validation.IsDNS1123Subdomain(n.name)) > 0 {
-			return api.Errorf(api.Invalid, "%s %q does not exist: no object can have this name; make another backup", n.kind,
-				n.name)
+func validateNames(kindsAndNames ...[2]string) error {
+	for _, n := range kindsAndNames {
+		if n[1] != "" && len(validation.IsDNS1123Subdomain(n[1])) > 0 {
+			return api.Errorf(api.Invalid, "%s %q does not exist: no object can have this name; make another backup", n[0], n[1])
 		}
 	}
 	return nil
@@ -166,15 +164,26 @@ func (r *backupReconciler) listReplicas(ctx context.Context, volume string) ([]a
 	return replicas.Items, nodes.Items, err
 }
 
-// countUnfinished counts the backups that each node makes, or has to make.
-func countUnfinished(backups []api.Backup) map[string]int {
+// countUnfinished counts the backups of volumes and images that each node makes, or has to make.
+func (r *backupReconciler) countUnfinished(ctx context.Context) (map[string]int, error) {
+	var volumes api.BackupList
+	var images api.BackupBackingImageList
+	err := errors.Join(r.List(ctx, &volumes, client.UnsafeDisableDeepCopy),
+		r.List(ctx, &images, client.UnsafeDisableDeepCopy))
 	count := map[string]int{}
-	for i := range backups {
-		if b := &backups[i]; b.Spec.Source != nil && !b.Ended() {
-			count[b.Spec.Source.Node]++
-		}
+	for i := range volumes.Items {
+		addUnfinished(count, &volumes.Items[i])
 	}
-	return count
+	for i := range images.Items {
+		addUnfinished(count, &images.Items[i])
+	}
+	return count, err
+}
+
+func addUnfinished(count map[string]int, b api.StoredBackup) {
+	if node, _ := b.SourceDisk(); node != "" && !b.Ended() {
+		count[node]++
+	}
 }
 
 // sourceView is the input of the choice of a replica.

@@ -162,10 +162,13 @@ func TestNodeLosesABackupThatItCannotMake(t *testing.T) {
 // TestUnfinishedBackupsCountForTheirNode: a node's load is its backups that have not ended.
 func TestUnfinishedBackupsCountForTheirNode(t *testing.T) {
 	on := func(node string, s api.BackupState) api.Backup {
-		return api.Backup{Spec: api.BackupSpec{Source: &api.ExportFact{Node: node}}, Status: api.BackupStatus{State: s}}
+		return api.Backup{Spec: api.BackupSpec{Source: &api.ExportFact{Node: node}}, Status: api.BackupStatus{CommonBackupStatus: api.CommonBackupStatus{State: s}}}
 	}
-	count := countUnfinished([]api.Backup{on("a", api.BackupPending), on("a", api.BackupInProgress),
-		on("a", api.BackupCompleted), on("a", api.BackupError), on("b", ""), {}})
+	count := map[string]int{}
+	for _, b := range []api.Backup{on("a", api.BackupPending), on("a", api.BackupInProgress), on("a", api.BackupCompleted),
+		on("a", api.BackupError), on("b", ""), {}} {
+		addUnfinished(count, &b)
+	}
 	if len(count) != 2 || count["a"] != 2 || count["b"] != 1 {
 		t.Errorf("%v", count)
 	}

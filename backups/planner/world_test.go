@@ -168,8 +168,9 @@ func (w *world) complete(b *api.Backup) {
 	w.T.Helper()
 	apitest.EditStatus(w.Server, b, func(b *api.Backup) {
 		x := b.Spec.Source
-		b.Status = api.BackupStatus{State: api.BackupCompleted, SnapshotID: "0123", OwnerID: x.Node, SnapshotName: x.Snapshot,
-			SnapshotCreatedAt: x.CreationTime, VolumeName: x.Volume, VolumeUID: x.VolumeUID}
+		b.Status = api.BackupStatus{SnapshotName: x.Snapshot, SnapshotCreatedAt: x.CreationTime, VolumeName: x.Volume,
+			VolumeUID: x.VolumeUID}
+		b.Status.State, b.Status.SnapshotID, b.Status.OwnerID = api.BackupCompleted, "0123", x.Node
 	})
 }
 

@@ -4,6 +4,8 @@
 package tags
 
 import (
+	"crypto/sha256"
+	"crypto/sha512"
 	"maps"
 	"slices"
 	"strconv"
@@ -29,40 +31,51 @@ const (
 // Tags of the snapshot of a backup. The other tags are a key of tagKeys, '=' and a value, or labelTag, the key of a
 // label, '=' and the value of the label.
 const (
-	droverTag = "drover"
-	kindTag   = "kind"
-	kindValue = "volume"
-	labelTag  = "label:"
+	droverTag  = "drover"
+	kindTag    = "kind"
+	kindVolume = "volume"
+	kindImage  = "image"
+	labelTag   = "label:"
 )
 
 var tagKeys = []string{droverTag, kindTag, "volume", "uid", "backup", "object", "snapshot", "snapshot-uid", "created",
-	"size", "uploaded", "mode", "image"}
+	"size", "uploaded", "mode", "image", "image-digest", "image-checksum"}
 
-// Facts are what the tags of a backup say.
+// Facts are what the tags of a backup say. The backup of an image has no Volume, and nothing of a snapshot.
 type Facts struct {
 	Backup, Volume  string  // names of the objects
-	Object          api.UID // of the Backup
+	Object          api.UID // of the Backup or BackupBackingImage
 	VolumeUID       api.UID
 	Snapshot        string
 	SnapshotUID     api.UID
 	SnapshotCreated string // RFC 3339
-	VolumeSize      int64
-	Uploaded        int64 // bytes that the backup added to the store
+	VolumeSize      int64  // or that of the image
+	Uploaded        int64  // bytes that the backup added to the store
 	Mode            string
-	Image           string
+	Image           string // that the backup is of, or that is below the volume
+	ImageDigest     string // api.BackingImage.ContentDigest
+	ImageChecksum   string // SHA-512 of the image's source
 	Labels          map[string]string
 }
+
+// IsImage reports whether the backup is that of an image.
+func (f Facts) IsImage() bool { return f.Volume == "" }
 
 // labelKeys escapes the keys of labels in tags.
 var labelKeys = strings.NewReplacer("%", "%25", "=", "%3D")
 
 // Tags are the tags from which Parse returns f. Labels beyond the bounds of Parse are left out.
 func (f Facts) Tags() []string {
-	tags := []string{droverTag, kindTag + "=" + kindValue}
+	kind := kindVolume
+	if f.IsImage() {
+		kind = kindImage
+	}
+	tags := []string{droverTag, kindTag + "=" + kind}
 	for _, t := range [][2]string{{"volume", f.Volume}, {"uid", string(f.VolumeUID)}, {"backup", f.Backup},
 		{"object", string(f.Object)}, {"snapshot", f.Snapshot}, {"snapshot-uid", string(f.SnapshotUID)},
 		{"created", f.SnapshotCreated}, {"size", strconv.FormatInt(f.VolumeSize, 10)},
-		{"uploaded", strconv.FormatInt(f.Uploaded, 10)}, {"mode", f.Mode}, {"image", f.Image}} {
+		{"uploaded", strconv.FormatInt(f.Uploaded, 10)}, {"mode", f.Mode}, {"image", f.Image},
+		{"image-digest", f.ImageDigest}, {"image-checksum", f.ImageChecksum}} {
 		if t[1] != "" {
 			tags = append(tags, t[0]+"="+t[1])
 		}
@@ -76,8 +89,8 @@ func (f Facts) Tags() []string {
 	return tags
 }
 
-// Parse reads the tags of a snapshot. It returns false for a snapshot that is no backup of a volume by Drover, or
-// whose tags no Drover writes.
+// Parse reads the tags of a snapshot. It returns false for a snapshot that is no backup by Drover, or whose tags no
+// Drover writes.
 func Parse(tags []string) (Facts, bool) {
 	if len(tags) > tagsLimit {
 		return Facts{}, false
@@ -96,17 +109,18 @@ func Parse(tags []string) (Facts, bool) {
 			values[key] = value
 		}
 	}
-	if _, ours := values[droverTag]; !ours || values[kindTag] != kindValue {
+	if _, ours := values[droverTag]; !ours {
 		return Facts{}, false
 	}
 	f.Backup, f.Volume, f.Image = values["backup"], values["volume"], values["image"]
 	f.Object, f.VolumeUID = api.UID(values["object"]), api.UID(values["uid"])
 	f.Snapshot, f.SnapshotUID = values["snapshot"], api.UID(values["snapshot-uid"])
 	f.SnapshotCreated, f.Mode = values["created"], values["mode"]
+	f.ImageDigest, f.ImageChecksum = values["image-digest"], values["image-checksum"]
 	var sizeOK, uploadedOK bool
 	f.VolumeSize, sizeOK = parseBytes(values["size"])
 	f.Uploaded, uploadedOK = parseBytes(values["uploaded"])
-	if !sizeOK || !uploadedOK || !f.isSound() {
+	if !sizeOK || !uploadedOK || !f.isSound(values[kindTag]) {
 		return Facts{}, false
 	}
 	return f, true
@@ -121,14 +135,27 @@ func parseBytes(text string) (int64, bool) {
 	return n, err == nil && n >= 0 && strconv.FormatInt(n, 10) == text
 }
 
-// isSound reports whether objects can have the facts.
-func (f *Facts) isSound() bool {
+// isSound reports whether objects of a kind can have the facts.
+func (f *Facts) isSound(kind string) bool {
 	_, err := time.Parse(time.RFC3339, f.SnapshotCreated)
-	return isName(f.Backup) && isName(f.Volume) && (f.Snapshot == "" || isName(f.Snapshot)) &&
-		(f.Image == "" || isName(f.Image)) && f.Object.Validate() == nil &&
-		(f.VolumeUID == "" || f.VolumeUID.Validate() == nil) &&
-		(f.SnapshotUID == "" || f.SnapshotUID.Validate() == nil) && (f.SnapshotCreated == "" || err == nil) &&
-		f.VolumeSize <= api.MaxVolumeSize && (f.Mode == "" || f.Mode == api.BackupFull || f.Mode == api.BackupIncremental)
+	sound := isName(f.Backup) && (f.Image == "" || isName(f.Image)) && f.Object.Validate() == nil &&
+		f.VolumeSize <= api.MaxVolumeSize && isHex(f.ImageDigest, sha256.Size) && isHex(f.ImageChecksum, sha512.Size)
+	switch kind {
+	case kindVolume:
+		return sound && isName(f.Volume) && (f.Snapshot == "" || isName(f.Snapshot)) &&
+			(f.VolumeUID == "" || f.VolumeUID.Validate() == nil) &&
+			(f.SnapshotUID == "" || f.SnapshotUID.Validate() == nil) && (f.SnapshotCreated == "" || err == nil) &&
+			(f.Mode == "" || f.Mode == api.BackupFull || f.Mode == api.BackupIncremental)
+	case kindImage:
+		return sound && api.ValidateImageName(f.Image) == nil && f.ImageDigest != "" && f.Volume == "" && f.Mode == "" &&
+			f.VolumeUID == "" && f.Snapshot == "" && f.SnapshotUID == "" && f.SnapshotCreated == ""
+	}
+	return false
+}
+
+// isHex reports whether a text is empty, or n bytes in lower-case hexadecimal digits.
+func isHex(text string, n int) bool {
+	return text == "" || len(text) == 2*n && strings.Trim(text, "0123456789abcdef") == ""
 }
 
 func isName(s string) bool { return len(s) <= NameLimit && len(validation.IsDNS1123Subdomain(s)) == 0 }
@@ -150,12 +177,26 @@ func (f *Facts) addLabel(key, value string) bool {
 // Status is the status of a Completed Backup with a snapshot of the repository, which ended then, in a target of
 // targetURL.
 func (f Facts) Status(targetURL, snapshot string, ended, now time.Time) api.BackupStatus {
+	common := f.commonStatus(snapshot, ended, now)
+	common.URL = api.BackupURL(targetURL, f.Backup, f.Volume)
+	return api.BackupStatus{CommonBackupStatus: common, SnapshotName: f.Snapshot, SnapshotUID: f.SnapshotUID,
+		SnapshotCreatedAt: f.SnapshotCreated, BackupMode: f.Mode, VolumeName: f.Volume, VolumeUID: f.VolumeUID,
+		VolumeSize: f.VolumeSize, VolumeBackingImageName: f.Image, VolumeBackingImageDigest: f.ImageDigest,
+		VolumeBackingImageChecksum: f.ImageChecksum}
+}
+
+// ImageStatus is Status of a BackupBackingImage.
+func (f Facts) ImageStatus(targetURL, snapshot string, ended, now time.Time) api.BackupBackingImageStatus {
+	common := f.commonStatus(snapshot, ended, now)
+	common.URL = api.ImageBackupURL(targetURL, f.Backup, f.Image)
+	return api.BackupBackingImageStatus{CommonBackupStatus: common, BackingImage: f.Image, Checksum: f.ImageChecksum,
+		Digest: f.ImageDigest, Size: f.VolumeSize}
+}
+
+func (f Facts) commonStatus(snapshot string, ended, now time.Time) api.CommonBackupStatus {
 	synced := metav1.NewTime(now)
-	return api.BackupStatus{State: api.BackupCompleted, Progress: 100, BytesDone: f.VolumeSize, BytesTotal: f.VolumeSize,
-		URL: api.BackupURL(targetURL, f.Backup, f.Volume), SnapshotID: snapshot, SnapshotName: f.Snapshot,
-		SnapshotUID: f.SnapshotUID, SnapshotCreatedAt: f.SnapshotCreated,
-		BackupCreatedAt: ended.UTC().Format(time.RFC3339), BackupMode: f.Mode,
-		VolumeName: f.Volume, VolumeUID: f.VolumeUID, VolumeSize: f.VolumeSize, VolumeBackingImageName: f.Image,
+	return api.CommonBackupStatus{State: api.BackupCompleted, Progress: 100, BytesDone: f.VolumeSize,
+		BytesTotal: f.VolumeSize, SnapshotID: snapshot, BackupCreatedAt: ended.UTC().Format(time.RFC3339),
 		NewlyUploadDataSize: f.Uploaded, Labels: f.Labels, LastSyncedAt: &synced, SizeText: api.SizeText(f.VolumeSize),
 		UploadedText: api.SizeText(f.Uploaded)}
 }

@@ -20,8 +20,9 @@ import (
 )
 
 func (a *app) backupCommand() *cobra.Command {
-	c := groupCommand("backup", "The content of volumes in a store outside of the cluster", "backups", "bak")
-	c.AddCommand(a.backupCreate(), a.backupList(), a.backupShow(), a.backupRestore(), a.backupDelete())
+	c := groupCommand("backup", "The content of volumes and images in a store outside of the cluster", "backups", "bak")
+	c.AddCommand(a.backupCreate(), a.backupList(), a.backupShow(), a.backupRestore(), a.backupDelete(), a.backupVolumes(),
+		a.backupImages())
 	return c
 }
 
@@ -65,9 +66,9 @@ func (a *app) backupCreate() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				result = fmt.Sprintf("backup %q of volume %q completed: %s, %s uploaded, %s, in %s", b.Name, b.Spec.Volume,
+				result = fmt.Sprintf("backup %q of volume %q completed: %s, %s uploaded, %s, in %s%s", b.Name, b.Spec.Volume,
 					api.SizeText(b.Status.VolumeSize), api.SizeText(b.Status.NewlyUploadDataSize), backupMode(b),
-					seconds(time.Since(began)))
+					seconds(time.Since(began)), colon(b.Status.Message))
 			}
 			return a.printObject(cmd.OutOrStdout(), b, func(w io.Writer) { fmt.Fprintln(w, result) })
 		},
@@ -154,26 +155,30 @@ func isCreated(ctx context.Context, c client.Client, b *api.Backup) bool {
 }
 
 // explainBackupEnd tells the user of a command that ends early whether the backup continues.
-func explainBackupEnd(err error, b *api.Backup, continues bool) error {
+func explainBackupEnd(err error, b api.StoredBackup, continues bool) error {
 	if !continues || !errors.Is(err, errTimeout) && !errors.Is(err, context.Canceled) {
 		return err
 	}
-	return fmt.Errorf("%w: backup %[2]q continues%[3]s: follow it with `drover backup show %[2]s`, end it with "+
-		"`drover backup delete %[2]s`", err, b.Name, colon(b.Status.Message))
+	show, end := "drover backup show", "drover backup delete"
+	if _, is := b.(*api.BackupBackingImage); is {
+		show, end = "drover backup images", "drover backup delete --image"
+	}
+	return fmt.Errorf("%w: backup %[2]q continues%[3]s: follow it with `%[4]s %[2]s`, end it with `%[5]s %[2]s`", err,
+		b.GetName(), colon(b.Common().Message), show, end)
 }
 
-// awaitBackup follows a Backup until it is completed or has an error. Each reason for waiting is a remark.
-func awaitBackup(ctx context.Context, c client.WithWatch, b *api.Backup, p *progress) (*api.Backup, error) {
-	name, uid, why := b.Name, b.UID, ""
+// awaitBackup follows a backup until it is completed or has an error. Each reason for waiting is a remark.
+func awaitBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b T, p *progress) (T, error) {
+	name, uid, why := b.GetName(), b.GetUID(), ""
 	gone := api.Errorf(api.NotFound, "backup %q was deleted meanwhile", name)
 	last := b
 	err := throughRestarts(ctx, p, func() error {
-		_, err := awaitObject(ctx, c, name, gone, func(now *api.Backup) (bool, error) {
-			if now.UID != uid || now.DeletionTimestamp != nil {
+		_, err := awaitObject(ctx, c, name, gone, func(now T) (bool, error) {
+			if now.GetUID() != uid || now.GetDeletionTimestamp() != nil {
 				return true, gone
 			}
 			last = now
-			switch st := &now.Status; st.State {
+			switch st := now.Common(); st.State {
 			case api.BackupCompleted:
 				return true, nil
 			case api.BackupError:
@@ -310,11 +315,12 @@ func describeBackup(w io.Writer, b *api.Backup) {
 }
 
 func (a *app) backupDelete() *cobra.Command {
-	wait := true
+	wait, image, force := true, false, false
 	c := &cobra.Command{
 		Use: "delete NAME...", Short: "Delete backups, also in the store", Aliases: []string{"rm"},
 		Long: "Deletes backups, also in the store; a backup in progress ends. Other backups and the volume stay. The\n" +
-			"space in the store comes back with the next sweep, a minute later or after the backups in progress.",
+			"space in the store comes back with the next sweep, a minute later or after the backups in progress.\n" +
+			"--image deletes backups of images, unless a backup of a volume with the image exists in the target.",
 		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(backups, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
@@ -323,40 +329,54 @@ func (a *app) backupDelete() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			if force && !image {
+				return usagef("--force is for --image")
+			}
 			for _, name := range left {
-				var b api.Backup
-				if err := getObject(ctx, c, "backup", name, &b); err != nil {
+				if image {
+					err = deleteImageBackup(ctx, c, name, force, wait, cmd.ErrOrStderr())
+				} else {
+					err = deleteBackup(ctx, c, &api.Backup{}, name, wait, cmd.ErrOrStderr())
+				}
+				if err != nil {
 					return err
 				}
-				if err := c.Delete(ctx, &b, client.Preconditions{UID: &b.UID}); client.IgnoreNotFound(err) != nil {
-					return explain(ctx, err)
-				}
+				outcome := "deleted"
 				if !wait {
-					a.printOutcome(cmd, "backup", name, "is being deleted")
-					continue
+					outcome = "is being deleted"
 				}
-				if err := awaitDeleted(ctx, c, &b, cmd.ErrOrStderr()); err != nil {
-					return err
-				}
-				a.printOutcome(cmd, "backup", name, "deleted")
+				a.printOutcome(cmd, "backup", name, outcome)
 			}
 			return nil
 		},
 	}
+	c.Flags().BoolVar(&image, "image", false, "the names are those of backups of images")
+	c.Flags().BoolVar(&force, "force", false, "with --image: also while backups of volumes with the image exist")
 	c.Flags().BoolVar(&wait, "wait", true, "wait until the store has no backup of the name any more")
 	return c
 }
 
-// awaitDeleted waits until a Backup is gone. A remark says why the deletion waits.
-func awaitDeleted(ctx context.Context, c client.WithWatch, b *api.Backup, remarks io.Writer) error {
+// deleteBackup deletes the backup of a name. A remark says why the deletion waits.
+func deleteBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b T, name string, wait bool,
+	remarks io.Writer) error {
+	if err := getObject(ctx, c, "backup", name, b); err != nil {
+		return err
+	}
+	uid := b.GetUID()
+	if err := c.Delete(ctx, b, client.Preconditions{UID: &uid}); client.IgnoreNotFound(err) != nil {
+		return explain(ctx, err)
+	}
+	if !wait {
+		return nil
+	}
 	told := ""
-	return awaitGone(ctx, c, "backup", b, func(now *api.Backup) string {
-		why := ""
-		if now.Status.State == api.BackupDeleting {
-			why = now.Status.Message
+	return awaitGone(ctx, c, "backup", b, func(now T) string {
+		why, st := "", now.Common()
+		if st.State == api.BackupDeleting {
+			why = st.Message
 		}
 		if why != told && why != "" {
-			fmt.Fprintf(remarks, "backup %q waits: %s\n", now.Name, printers.EscapeTerminal(why))
+			fmt.Fprintf(remarks, "backup %q waits: %s\n", now.GetName(), printers.EscapeTerminal(why))
 		}
 		told = why
 		return why

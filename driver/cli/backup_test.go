@@ -204,11 +204,13 @@ func TestBackupListAndShow(t *testing.T) {
 	id := strings.Repeat("0a", 32)
 	next := metav1.NewTime(time.Date(2030, 1, 2, 3, 4, 5, 0, time.UTC))
 	for b, s := range map[*api.Backup]api.BackupStatus{
-		late: {State: api.BackupCompleted, SnapshotCreatedAt: "2026-11-28T00:30:00Z", SnapshotID: id, VolumeSize: 10 << 30,
-			NewlyUploadDataSize: 3 << 20, Labels: map[string]string{"k": "v\x1b[2J"}, BackupMode: api.BackupIncremental},
-		early: {State: api.BackupCompleted, SnapshotCreatedAt: "2026-11-28T01:00:00+01:00"},
-		other: {State: api.BackupPending, Message: "no answer", Attempts: 2, NextTry: &next,
-			SnapshotCreatedAt: "2026-11-28T00:10:00Z"},
+		late: {CommonBackupStatus: api.CommonBackupStatus{State: api.BackupCompleted, SnapshotID: id,
+			NewlyUploadDataSize: 3 << 20, Labels: map[string]string{"k": "v\x1b[2J"}},
+			SnapshotCreatedAt: "2026-11-28T00:30:00Z", VolumeSize: 10 << 30, BackupMode: api.BackupIncremental},
+		early: {CommonBackupStatus: api.CommonBackupStatus{State: api.BackupCompleted},
+			SnapshotCreatedAt: "2026-11-28T01:00:00+01:00"},
+		other: {CommonBackupStatus: api.CommonBackupStatus{State: api.BackupPending, Message: "no answer", Attempts: 2,
+			NextTry: &next}, SnapshotCreatedAt: "2026-11-28T00:10:00Z"},
 	} {
 		b.Status = s
 		if err := store.Status().Update(t.Context(), b); err != nil {
@@ -269,4 +271,48 @@ func TestBackupDeleteWaitsForTheStore(t *testing.T) {
 	drover(t, kubeconfig("backup", "delete", "deleted-2", "--wait=false")...).
 		mustSay(t, 0, `backup "deleted-2" is being deleted`)
 	drover(t, kubeconfig("backup", "delete", "nosuch")...).mustSay(t, 3, "drover backup list")
+}
+
+// TestImageBackupCommands: `image backup` names the backup by content and target, refuses a second one and an image that
+// is not ready; `backup images` and `backup volumes` list; the only backup of an image that a volume's backup has is
+// deleted by force alone.
+func TestImageBackupCommands(t *testing.T) {
+	digest, sum := strings.Repeat("1f", 32), strings.Repeat("2e", 64)
+	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceUpload, SourceParameters: map[string]string{}}}
+	img.Name = "travels"
+	target := &api.BackupTarget{Spec: api.BackupTargetSpec{BackupTargetURL: "file:///srv/travel"}}
+	target.Name = "travel"
+	user, mirror := newBackup("of-traveller", "traveller", "travel"), &api.BackupVolume{
+		Spec: api.BackupVolumeSpec{VolumeName: "traveller", BackupTargetName: "travel"}}
+	mirror.Name = api.BackupVolumeName("traveller", "travel")
+	place(t, img, target, user, mirror)
+	backUp := []string{"image", "backup", "travels", "--target", "travel", "--wait=false"}
+	drover(t, kubeconfig(backUp...)...).mustSay(t, 6, "not ready")
+	img.Status.Digest, img.Status.Checksum, img.Status.State = digest, sum, api.ImageReady
+	mirror.Status = api.BackupVolumeStatus{Backups: 3, LastBackupName: "of-traveller", Size: 1 << 30}
+	user.Status.State, user.Status.SnapshotID = api.BackupCompleted, strings.Repeat("0a", 32)
+	user.Status.VolumeBackingImageName, user.Status.VolumeBackingImageDigest = "travels", digest
+	for _, o := range []client.Object{img, mirror, user} {
+		if err := store.Status().Update(t.Context(), o); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const name = "travels-1f1f1f1f.travel"
+	drover(t, kubeconfig(backUp...)...).mustSay(t, 0, name)
+	drover(t, kubeconfig(backUp...)...).mustSay(t, 5, "exists already")
+	var b api.BackupBackingImage
+	if err := store.Get(t.Context(), client.ObjectKey{Name: name}, &b); err != nil || !b.Spec.UserCreated ||
+		b.Spec.Digest != digest || b.Target() != "travel" {
+		t.Fatalf("%+v, %v", b.Spec, err)
+	}
+	b.Status.State, b.Status.SnapshotID, b.Status.Checksum = api.BackupCompleted, strings.Repeat("0b", 32), sum
+	b.Status.Size, b.Status.Digest = 3<<30, digest
+	if err := store.Status().Update(t.Context(), &b); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("backup", "images", "--target", "travel")...).mustSay(t, 0, name, "3 GiB", "Completed", sum[:16])
+	drover(t, kubeconfig("backup", "images", name)...).mustSay(t, 0, sum, digest)
+	drover(t, kubeconfig("backup", "volumes", "--target", "travel")...).mustSay(t, 0, "traveller", "of-traveller", "1 GiB")
+	drover(t, kubeconfig("backup", "delete", "--image", name)...).mustSay(t, 5, "of-traveller", "--force")
+	drover(t, kubeconfig("backup", "delete", "--image", "--force", name)...).mustSay(t, 0, "deleted")
 }

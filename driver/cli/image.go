@@ -17,8 +17,8 @@ import (
 
 func (a *app) imageCommand() *cobra.Command {
 	c := groupCommand("image", "Golden images that volumes start from", "images", "bi")
-	c.AddCommand(a.imageImport(), a.imageUpload(), a.imageClone(), a.imageRestore(), a.imageCreate(), a.imageExport(),
-		a.imageList(), a.imageShow(), a.imageDelete(), a.imageCleanup(), a.imageVerify())
+	c.AddCommand(a.imageImport(), a.imageUpload(), a.imageClone(), a.imageRestore(), a.imageBackup(), a.imageCreate(),
+		a.imageExport(), a.imageList(), a.imageShow(), a.imageDelete(), a.imageCleanup(), a.imageVerify())
 	return c
 }
 

@@ -1,7 +1,10 @@
 package cli
 
 import (
+	"context"
+
 	"github.com/spf13/cobra"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 )
@@ -12,8 +15,9 @@ func (a *app) imageRestore() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "restore BACKUP",
 		Short: "Make a backing image of a backup",
-		Long: "Makes a backing image with the content of a volume's backup. Volumes of this image begin with the\n" +
-			"content of the backup: `drover volume create NAME --image IMAGE` takes no time, for any number of volumes.\n" +
+		Long: "Makes a backing image with the content of a backup of a volume or of an image. Volumes of this image begin\n" +
+			"with the content of the backup: `drover volume create NAME --image IMAGE` takes no time, for any number of\n" +
+			"volumes. The image of an image's backup has the name and the checksum of the original.\n" +
 			"The command returns as soon as volumes can read the image, while a node still fetches the content. With\n" +
 			"--checksum or --allow-damaged volumes can read the image when it is ready.",
 		Example: "  drover image restore db-friday\n  drover image restore db-friday --name db-before-upgrade --min-copies 2",
@@ -25,18 +29,22 @@ func (a *app) imageRestore() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			var b api.Backup
-			if err := getObject(ctx, c, "backup", left[0], &b); err != nil {
+			b, err := getStoredBackup(ctx, c, left[0])
+			if err != nil {
 				return err
 			}
-			if b.Status.State != api.BackupCompleted {
-				return api.Errorf(api.Unavailable, "backup %q is not completed: see `drover backup show %s`", b.Name, b.Name)
+			if b.Common().State != api.BackupCompleted {
+				return api.Errorf(api.Unavailable, "backup %q is not completed: it is %s", b.GetName(), b.Common().State)
 			}
-			params := map[string]string{api.RestoreBackupURL: b.Status.URL}
+			name := b.GetName()
+			if i, is := b.(*api.BackupBackingImage); is {
+				name = i.Spec.BackingImageName
+			}
+			params := map[string]string{api.RestoreBackupURL: b.Common().URL}
 			if damaged {
 				params[api.RestoreAllowDamaged] = "true"
 			}
-			img, err := f.newImage(b.Name, api.SourceRestore, params)
+			img, err := f.newImage(name, api.SourceRestore, params)
 			if err != nil {
 				return err
 			}
@@ -44,8 +52,22 @@ func (a *app) imageRestore() *cobra.Command {
 		},
 	}
 	f.addSharedFlags(c)
-	c.Flags().StringVar(&f.name, "name", "", "name of the image (default: the backup's)")
+	c.Flags().StringVar(&f.name, "name", "", "name of the image (default: the backup's, or its image's)")
 	c.Flags().BoolVar(&damaged, "allow-damaged", false, "restore zeros in place of chunks that the store damaged or lost")
 	c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with drover image show")
 	return c
+}
+
+// getStoredBackup reads the backup of a name: of a volume, or else of an image.
+func getStoredBackup(ctx context.Context, c client.Client, name string) (api.StoredBackup, error) {
+	var b api.Backup
+	err := getObject(ctx, c, "backup", name, &b)
+	if api.KindOf(err) != api.NotFound {
+		return &b, err
+	}
+	var i api.BackupBackingImage
+	if getObject(ctx, c, "backup", name, &i) == nil {
+		return &i, nil
+	}
+	return nil, err
 }

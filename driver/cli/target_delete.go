@@ -59,9 +59,16 @@ func deleteTarget(ctx context.Context, cmd *cobra.Command, c client.WithWatch, n
 	if err != nil {
 		return 0, err
 	}
+	images, err := imageBackupsOf(ctx, c, name)
+	if err != nil {
+		return 0, err
+	}
 	var names []string
 	for i := range left.Items {
 		names = append(names, left.Items[i].Name)
+	}
+	for i := range images.Items {
+		names = append(names, images.Items[i].Name)
 	}
 	switch {
 	case missing != nil && (!force || len(names) == 0):
@@ -86,21 +93,27 @@ func deleteTarget(ctx context.Context, cmd *cobra.Command, c client.WithWatch, n
 			return i, explain(ctx, fmt.Errorf("backup %q: its object was not deleted: %w", left.Items[i].Name, err))
 		}
 	}
-	return len(left.Items), nil
+	for i := range images.Items {
+		if err := forgetBackup(ctx, c, &images.Items[i]); err != nil {
+			return len(left.Items) + i, explain(ctx, fmt.Errorf("backup %q: its object was not deleted: %w",
+				images.Items[i].Name, err))
+		}
+	}
+	return len(names), nil
 }
 
 // forgetBackup deletes the object of a backup, and nothing in the store. A Backup that has ended loses the finalizer
 // before the deletion: a node that does not know yet that the target is deleted would delete the backup in the store.
-func forgetBackup(ctx context.Context, c client.WithWatch, b *api.Backup) error {
+func forgetBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b T) error {
 	for {
-		now, err := await.Edit(ctx, c, b.Name, func(now *api.Backup) (bool, error) {
-			return now.UID == b.UID && now.Ended() && controllerutil.RemoveFinalizer(now, api.Finalizer), nil
+		now, err := await.Edit(ctx, c, b.GetName(), func(now T) (bool, error) {
+			return now.GetUID() == b.GetUID() && now.Ended() && controllerutil.RemoveFinalizer(now, api.Finalizer), nil
 		})
-		if err != nil || now.UID != b.UID {
+		if err != nil || now.GetUID() != b.GetUID() {
 			return client.IgnoreNotFound(err)
 		}
-		seen := now.ResourceVersion
-		err = c.Delete(ctx, now, client.Preconditions{UID: &now.UID, ResourceVersion: &seen})
+		uid, seen := now.GetUID(), now.GetResourceVersion()
+		err = c.Delete(ctx, now, client.Preconditions{UID: &uid, ResourceVersion: &seen})
 		if !apierrors.IsConflict(err) {
 			return client.IgnoreNotFound(err)
 		}

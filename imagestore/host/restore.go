@@ -65,7 +65,7 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 			})
 	}
 	return importer.Restore(ctx, on, into, fill, func(ctx context.Context, img block.Image) error {
-		if spec.Checksum == "" {
+		if spec.Checksum == "" || spec.Checksum == fill.Checksum() { // each chunk was compared with its digest
 			return nil
 		}
 		x, ok := on.(block.Exporter)

@@ -1,6 +1,7 @@
 package importer
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -40,6 +41,7 @@ func Restore(ctx context.Context, on block.Layers, want Spec, b block.Backup,
 		return Result{}, explainDiskError(on, errors.Join(err, w.Abort()))
 	}
 	got.Format, got.VirtualSize = "raw", b.Size()
+	got.Checksum = cmp.Or(b.Checksum(), got.Checksum)
 	if want.Digest != "" && got.Digest != want.Digest {
 		err = api.Errorf(api.Corrupt, "image %s: the backup has other content than the image had", want.Name)
 	} else if check != nil {

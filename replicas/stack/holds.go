@@ -11,13 +11,9 @@ import (
 	"drover.io/drover/replicas/stack/diskfs"
 )
 
-// An image of a snapshot needs no copy: the image names the snapshot's layers. A backup reads the layers of a snapshot,
-// which a pin keeps on the disk until the backup ends.
+// An image of a snapshot names the snapshot's layers. A pin keeps the layers that a backup reads until the backup ends.
 
-var (
-	_ block.Exporter     = (*Disk)(nil)
-	_ block.SnapshotDisk = (*Disk)(nil)
-)
+var _, _ = block.Exporter((*Disk)(nil)), block.SnapshotDisk((*Disk)(nil))
 
 // Hold implements block.Exporter, by a pin.
 func (d *Disk) Hold(ctx context.Context, image, name, replica, snapshot string) ([]string, int64, error) {
@@ -156,6 +152,11 @@ func (d *Disk) HoldSnapshot(ctx context.Context, holder, name, replica string, s
 		}
 	}
 	return d.holdLayers(ctx, p, replica, s.UID)
+}
+
+// HoldLayers implements block.SnapshotDisk, by a pin.
+func (d *Disk) HoldLayers(ctx context.Context, holder, name string, layers []string) error {
+	return d.PinLayers(ctx, Pin{UID: holder, For: name, Disk: d.UID(), Layers: layers, Backup: true})
 }
 
 // ReleaseSnapshot implements block.SnapshotDisk.

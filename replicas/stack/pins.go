@@ -16,9 +16,8 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-// A pin names layers of this disk for a reader elsewhere: a replica on another disk, until that disk has copies, or a
-// copy or backup in the making. While the pin exists, no process collects or merges the layers, even after the removal
-// of the replica that had the layers.
+// A pin names layers of this disk for a reader: a replica elsewhere without copies, or a copy or backup in the making.
+// While the pin exists, no process collects or merges the layers, even if the replica that had them is removed.
 
 const (
 	pinsDir   = "pins"
@@ -39,8 +38,8 @@ type Pin struct {
 	Cut      time.Time `json:"cut,omitzero"`       // the instant of the snapshot
 }
 
-// Pin pins the layers of a snapshot, of the instant p.Cut if set, of a replica on this disk; an empty snapshot: all
-// layers of the replica. Pin returns an existing pin of that uid unchanged.
+// Pin pins the layers of a snapshot, of the instant p.Cut if set, of a replica on this disk; an empty snapshot: all of
+// the replica's layers. Pin returns an existing pin of that uid unchanged.
 func (d *Disk) Pin(ctx context.Context, p Pin, replica, snapshot string) (_ Pin, err error) {
 	defer func() {
 		if err != nil {

@@ -27,7 +27,7 @@ const closeTime = time.Minute
 
 // Backups opens backups by their URLs.
 type Backups struct {
-	Reader       client.Reader // of Backups
+	Reader       client.Reader // of Backups and BackupBackingImages
 	Repositories *targets.Repositories
 }
 
@@ -40,6 +40,7 @@ type backup struct {
 	manifest *manifest.Manifest
 	progress mover.Progress
 	segments segmentCache
+	checksum string // of an image
 }
 
 var _ block.ChunkedBackup = (*backup)(nil)
@@ -54,10 +55,10 @@ func (b *Backups) Open(ctx context.Context, url string) (_ block.Backup, err err
 	}
 	defer func() {
 		if err != nil {
-			err = api.Errorf(api.KindOf(err), "backup %s: %w", object.Name, err)
+			err = api.Errorf(api.KindOf(err), "backup %s: %w", object.GetName(), err)
 		}
 	}()
-	id, err := blob.Parse(object.Status.SnapshotID)
+	id, err := blob.Parse(object.Common().SnapshotID)
 	if err != nil {
 		return nil, err
 	}
@@ -65,10 +66,13 @@ func (b *Backups) Open(ctx context.Context, url string) (_ block.Backup, err err
 	if err != nil {
 		return nil, err
 	}
-	if format == api.FormatLonghorn {
-		return b.Repositories.OpenLonghorn(ctx, object.Target(), object.Spec.Volume, id)
+	if of, is := object.(*api.Backup); is && format == api.FormatLonghorn {
+		return b.Repositories.OpenLonghorn(ctx, of.Target(), of.Spec.Volume, id)
 	}
-	o := &backup{name: object.Name}
+	o := &backup{name: object.GetName()}
+	if image, is := object.(*api.BackupBackingImage); is {
+		o.checksum = image.Status.Checksum
+	}
 	if o.opened, err = b.Repositories.Open(ctx, object.Target()); err != nil {
 		return nil, err
 	}
@@ -79,7 +83,7 @@ func (b *Backups) Open(ctx context.Context, url string) (_ block.Backup, err err
 }
 
 // find finds the object of a backup.
-func (b *Backups) find(ctx context.Context, url string) (*api.Backup, error) {
+func (b *Backups) find(ctx context.Context, url string) (api.StoredBackup, error) {
 	var list api.BackupList
 	if err := b.Reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, api.Explain(err, "list backups")
@@ -89,6 +93,15 @@ func (b *Backups) find(ctx context.Context, url string) (*api.Backup, error) {
 		// The deletion of a Backup waits for restores, which a restart of the node interrupts.
 		waits := o.Status.State == api.BackupDeleting && o.Status.SnapshotID != ""
 		if o.Status.URL == url && (o.Status.State == api.BackupCompleted || waits) {
+			return o, nil
+		}
+	}
+	var images api.BackupBackingImageList
+	if err := b.Reader.List(ctx, &images, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, api.Explain(err, "list backups of images")
+	}
+	for i := range images.Items {
+		if o := &images.Items[i]; o.Status.URL == url && o.Status.State == api.BackupCompleted {
 			return o, nil
 		}
 	}
@@ -119,6 +132,9 @@ func (o *backup) load(ctx context.Context, id blob.ID) (err error) {
 
 // Size implements block.Backup.
 func (o *backup) Size() int64 { return o.manifest.Size }
+
+// Checksum implements block.Backup.
+func (o *backup) Checksum() string { return o.checksum }
 
 // Restore implements block.Backup.
 func (o *backup) Restore(ctx context.Context, sink block.Sink) error {

@@ -16,31 +16,32 @@ import (
 // deletionBatch is how many snapshots a job deletes at most.
 const deletionBatch = 1000
 
-// has reports whether the job deleted all that the store had of a Backup.
-func (d *deletionResult) has(b *api.Backup) bool {
+// has reports whether the job deleted all that the store had of a backup.
+func (d *deletionResult) has(b api.StoredBackup) bool {
 	if id, ok := snapshotOf(b); ok {
 		return slices.Contains(d.ids, id)
 	}
-	return slices.Contains(d.objects, api.UID(b.UID))
+	return slices.Contains(d.objects, api.UID(b.GetUID()))
 }
 
-// isToDelete reports whether the store has, or may have, a trace of a Backup that a user deleted.
-func isToDelete(b *api.Backup) bool {
-	return b.DeletionTimestamp != nil && b.Ended() && controllerutil.ContainsFinalizer(b, api.Finalizer)
+// isToDelete reports whether the store has, or may have, a trace of a backup that a user deleted.
+func isToDelete(b api.StoredBackup) bool {
+	return b.GetDeletionTimestamp() != nil && b.Ended() && controllerutil.ContainsFinalizer(b, api.Finalizer)
 }
 
 // addTraceless adds the deleted Backups of which the store cannot have a trace: no node began them, or the target never
 // had a repository. It drops Backups that exist no more.
-func (rec *targetRecord) addTraceless(t *api.BackupTarget, backups []*api.Backup) {
+func (rec *targetRecord) addTraceless(t *api.BackupTarget, backups []api.StoredBackup) {
 	exists := map[types.UID]bool{}
 	for _, b := range backups {
-		exists[b.UID] = true
-		_, known := rec.deleted[b.UID]
+		exists[b.GetUID()] = true
+		_, known := rec.deleted[b.GetUID()]
 		_, has := snapshotOf(b)
-		if known || has || !isToDelete(b) || b.Spec.Source != nil && t.Status.RepositoryID != "" {
+		node, _ := b.SourceDisk()
+		if known || has || !isToDelete(b) || node != "" && t.Status.RepositoryID != "" {
 			continue
 		}
-		rec.deleted[b.UID] = false
+		rec.deleted[b.GetUID()] = false
 	}
 	for uid := range rec.deleted {
 		if !exists[uid] {
@@ -52,12 +53,19 @@ func (rec *targetRecord) addTraceless(t *api.BackupTarget, backups []*api.Backup
 // startDeletion starts the deletion of the snapshots of deleted Backups, or tells why they wait, and returns when the
 // next attempt is due; zero: none.
 func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarget, rec *targetRecord,
-	backups []*api.Backup, now time.Time) (next time.Time, err error) {
-	var waiting []*api.Backup
+	backups []api.StoredBackup, now time.Time) (next time.Time, err error) {
+	var waiting []api.StoredBackup
 	for _, b := range backups {
-		if _, deleted := rec.deleted[b.UID]; !deleted && isToDelete(b) {
-			waiting = append(waiting, b)
+		if _, deleted := rec.deleted[b.GetUID()]; deleted || !isToDelete(b) {
+			continue
 		}
+		if why := explainNeed(b, backups); why != "" { // the deletion of a Backup wakes the reconciler
+			if err := r.writeWaiting(ctx, b, why); err != nil {
+				return next, err
+			}
+			continue
+		}
+		waiting = append(waiting, b)
 	}
 	var message string
 	if waiting, next, err = r.keepRestoring(ctx, waiting, now); err != nil {
@@ -81,7 +89,7 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 			if id, has := snapshotOf(b); has {
 				wish.ids = append(wish.ids, id)
 			} else { // a failed attempt may have left a snapshot that its status does not name
-				wish.objects = append(wish.objects, api.UID(b.UID))
+				wish.objects = append(wish.objects, api.UID(b.GetUID()))
 			}
 		}
 		target := t.DeepCopy()
@@ -99,26 +107,58 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 	return next, nil
 }
 
-// writeWaiting tells in the status of a deleted Backup why the deletion waits.
-func (r *targetReconciler) writeWaiting(ctx context.Context, cached *api.Backup, message string) error {
-	if cached.Status.State == api.BackupDeleting && cached.Status.Message == message {
+// explainNeed says which Backups need a deleted image's backup: a restore of their volumes brings the image back. It is
+// empty if another backup of the same content stays, or the user forces the deletion.
+func explainNeed(b api.StoredBackup, backups []api.StoredBackup) string {
+	image, is := b.(*api.BackupBackingImage)
+	if _, force := b.GetAnnotations()[api.AnnotationForceDelete]; !is || force {
+		return ""
+	}
+	name, digest := image.Spec.BackingImageName, image.ContentDigest()
+	users := 0
+	for _, other := range backups {
+		if other.GetDeletionTimestamp() != nil {
+			continue
+		}
+		switch other := other.(type) {
+		case *api.BackupBackingImage:
+			if other.IsOf(image.Target(), name, digest) && other.Status.State == api.BackupCompleted {
+				return ""
+			}
+		case *api.Backup:
+			if other.NeedsImageBackup(image) {
+				users++
+			}
+		}
+	}
+	if users == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%s of volumes with image %s exist in backup target %s; delete these backups first, or set the "+
+		"annotation %s", api.CountText(users, "backup"), name, image.Target(), api.AnnotationForceDelete)
+}
+
+// writeWaiting tells in the status of a deleted backup why the deletion waits.
+func (r *targetReconciler) writeWaiting(ctx context.Context, cached api.StoredBackup, message string) error {
+	if st := cached.Common(); st.State == api.BackupDeleting && st.Message == message {
 		return nil
 	}
-	b := cached.DeepCopy()
-	b.Status.State, b.Status.Message = api.BackupDeleting, message
+	b := copyOf(cached)
+	st := b.Common()
+	st.State, st.Message = api.BackupDeleting, message
 	err := r.Status().Update(ctx, b)
-	return ignoreRace(api.Explain(err, "backup %s: write the status", b.Name), err)
+	return ignoreRace(api.Explain(err, "backup %s: write the status", b.GetName()), err)
 }
 
 // releaseBackups removes the finalizers of Backups without a trace in the store. The status of the target already asks
 // for a sweep.
-func (r *targetReconciler) releaseBackups(ctx context.Context, rec *targetRecord, backups []*api.Backup) (
+func (r *targetReconciler) releaseBackups(ctx context.Context, rec *targetRecord, backups []api.StoredBackup) (
 	again bool, err error) {
 	for _, cached := range backups {
-		if released, deleted := rec.deleted[cached.UID]; !deleted || released {
+		if released, deleted := rec.deleted[cached.GetUID()]; !deleted || released {
 			continue
 		}
-		b := cached.DeepCopy()
+		b := copyOf(cached)
 		controllerutil.RemoveFinalizer(b, api.Finalizer)
 		err := r.Update(ctx, b)
 		if apierrors.IsConflict(err) {
@@ -126,10 +166,10 @@ func (r *targetReconciler) releaseBackups(ctx context.Context, rec *targetRecord
 			continue
 		}
 		if ignoreRace(err, err) != nil {
-			return false, api.Explain(err, "backup %s: remove the finalizer", b.Name)
+			return false, api.Explain(err, "backup %s: remove the finalizer", b.GetName())
 		}
-		rec.deleted[b.UID] = true
-		r.log.Info("backup deleted", "backup", b.Name, "volume", b.Spec.Volume)
+		rec.deleted[b.GetUID()] = true
+		r.log.Info("backup deleted", "backup", b.GetName(), "of", b.Subject())
 	}
 	return again, nil
 }

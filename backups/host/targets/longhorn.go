@@ -127,11 +127,11 @@ func longhornObject(n longhorn.Name) api.UID {
 }
 
 // keepLonghorn forgets Backups of a store of Longhorn that a user deleted: the store keeps the backups.
-func (r *targetReconciler) keepLonghorn(t *api.BackupTarget, rec *targetRecord, deleted []*api.Backup) {
+func (r *targetReconciler) keepLonghorn(t *api.BackupTarget, rec *targetRecord, deleted []api.StoredBackup) {
 	for _, b := range deleted {
-		rec.deleted[b.UID] = false
-		r.events.Eventf(t, nil, corev1.EventTypeNormal, "BackupKept", "Delete", "backup %s of volume %s stays in the store: "+
-			"Drover deletes nothing in a store of Longhorn, and lists the backup again", b.Name, b.Spec.Volume)
+		rec.deleted[b.GetUID()] = false
+		r.events.Eventf(t, nil, corev1.EventTypeNormal, "BackupKept", "Delete", "backup %s of %s stays in the store: "+
+			"Drover deletes nothing in a store of Longhorn, and lists the backup again", b.GetName(), b.Subject())
 	}
 }
 

@@ -1,7 +1,9 @@
 package targets
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"maps"
 	"slices"
 	"strings"
@@ -26,9 +28,9 @@ type foundBackup struct {
 	facts    tags.Facts
 }
 
-// pull gives each backup of Drover in the store a Backup with a status. known are the Backups by snapshot.
-func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.SnapshotFile, known map[blob.ID]*api.Backup,
-	result *visitResult) error {
+// pull gives each backup of Drover in the store an object with a status. known are the objects by snapshot.
+func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.SnapshotFile,
+	known map[blob.ID]api.StoredBackup, result *visitResult) error {
 	var unknown []repo.SnapshotFile
 	foreign := map[blob.ID]struct{}{} // without those that the store deleted
 	for _, f := range files {
@@ -36,7 +38,7 @@ func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.Snapsho
 			foreign[f.ID] = struct{}{}
 			continue
 		}
-		if b := known[f.ID]; b == nil || b.Status.State == api.BackupNew && b.DeletionTimestamp == nil {
+		if b := known[f.ID]; b == nil || b.Common().State == api.BackupNew && b.GetDeletionTimestamp() == nil {
 			unknown = append(unknown, f)
 			continue
 		}
@@ -59,7 +61,7 @@ func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.Snapsho
 		result.backups++
 		var created bool
 		if b != nil {
-			err = v.describe(ctx, b.DeepCopy(), f)
+			err = v.describe(ctx, copyOf(b), f)
 		} else {
 			created, err = v.pullBackup(ctx, f)
 		}
@@ -82,7 +84,7 @@ func (v *visit) objects(ctx context.Context) (map[api.UID]bool, error) {
 	}
 	uids := map[api.UID]bool{}
 	for _, b := range list {
-		uids[api.UID(b.UID)] = true
+		uids[api.UID(b.GetUID())] = true
 	}
 	return uids, nil
 }
@@ -129,7 +131,7 @@ func (v *visit) loadFacts(ctx context.Context, r snapshotLister, files []repo.Sn
 	return found, nil
 }
 
-// pullBackup creates the Backup of a snapshot, and describes it. While a Backup of the name has not ended, the snapshot
+// pullBackup creates the object of a snapshot, and describes it. While an object of the name has not ended, the snapshot
 // may be its: a later visit decides.
 func (v *visit) pullBackup(ctx context.Context, f foundBackup) (created bool, err error) {
 	id := f.snapshot.ID
@@ -137,7 +139,7 @@ func (v *visit) pullBackup(ctx context.Context, f foundBackup) (created bool, er
 		b := v.newBackup(name, f)
 		err := v.Create(ctx, b)
 		if created = err == nil; apierrors.IsAlreadyExists(err) {
-			b = &api.Backup{}
+			b = emptyBackup(f)
 			err = v.repositories.live.Get(ctx, client.ObjectKey{Name: name}, b)
 		}
 		if err != nil {
@@ -163,7 +165,15 @@ func pulledNames(name string, id blob.ID) []string {
 	return []string{name, strings.TrimRight(name[:min(len(name), tags.NameLimit-len(suffix))], ".") + suffix}
 }
 
-func (v *visit) newBackup(name string, f foundBackup) *api.Backup {
+func (v *visit) newBackup(name string, f foundBackup) api.StoredBackup {
+	if f.facts.IsImage() {
+		return &api.BackupBackingImage{
+			ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{api.Finalizer}, Labels: map[string]string{
+				api.LabelImage: api.LabelValue(f.facts.Image), api.LabelBackupTarget: api.LabelValue(v.target.Name)}},
+			Spec: api.BackupBackingImageSpec{BackupTargetName: v.target.Name, BackingImageName: f.facts.Image,
+				Digest: f.facts.ImageDigest, Labels: maps.Clone(f.facts.Labels), SnapshotID: f.snapshot.ID.String()},
+		}
+	}
 	return &api.Backup{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{api.Finalizer}, Labels: map[string]string{
 			api.LabelVolume: api.LabelValue(f.facts.Volume), api.LabelBackupTarget: api.LabelValue(v.target.Name)}},
@@ -172,40 +182,58 @@ func (v *visit) newBackup(name string, f foundBackup) *api.Backup {
 	}
 }
 
-// describe writes the status of a Backup that was found in the store.
-func (v *visit) describe(ctx context.Context, b *api.Backup, f foundBackup) error {
-	if b.Spec.SnapshotID == "" || b.Status.State != api.BackupNew {
-		return nil
+// emptyBackup is an empty object of the kind of a backup.
+func emptyBackup(f foundBackup) api.StoredBackup {
+	if f.facts.IsImage() {
+		return &api.BackupBackingImage{}
 	}
-	b.Status = f.facts.Status(v.target.Spec.BackupTargetURL, f.snapshot.ID.String(), f.snapshot.Time, v.opts.Now())
-	// With the object's name: the name of the tag may be that of another Backup, which a restore would take instead.
-	b.Status.URL = api.BackupURL(v.target.Spec.BackupTargetURL, b.Name, f.facts.Volume)
-	err := v.Status().Update(ctx, b)
-	return ignoreRace(api.Explain(err, "backup %s: write the status", b.Name), err)
+	return &api.Backup{}
 }
 
-// backupsOf returns the Backups of a target. The caller does not change them.
-func backupsOf(ctx context.Context, c client.Reader, target string) ([]*api.Backup, error) {
+// copyOf is a deep copy.
+func copyOf(b api.StoredBackup) api.StoredBackup { return b.DeepCopyObject().(api.StoredBackup) }
+
+// describe writes the status of an object whose backup was found in the store.
+func (v *visit) describe(ctx context.Context, b api.StoredBackup, f foundBackup) error {
+	if b.FoundSnapshot() == "" || b.Common().State != api.BackupNew {
+		return nil
+	}
+	f.facts.Backup = b.GetName() // the name of the tag may be that of another object, which a restore would take instead
+	url, id, now := v.target.Spec.BackupTargetURL, f.snapshot.ID.String(), v.opts.Now()
+	switch b := b.(type) {
+	case *api.Backup:
+		b.Status = f.facts.Status(url, id, f.snapshot.Time, now)
+	case *api.BackupBackingImage:
+		b.Status = f.facts.ImageStatus(url, id, f.snapshot.Time, now)
+	}
+	err := v.Status().Update(ctx, b)
+	return ignoreRace(api.Explain(err, "backup %s: write the status", b.GetName()), err)
+}
+
+// backupsOf returns the Backups and BackupBackingImages of a target. The caller does not change them.
+func backupsOf(ctx context.Context, c client.Reader, target string) (of []api.StoredBackup, err error) {
 	var list api.BackupList
-	if err := c.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+	var images api.BackupBackingImageList
+	if err := errors.Join(c.List(ctx, &list, client.UnsafeDisableDeepCopy),
+		c.List(ctx, &images, client.UnsafeDisableDeepCopy)); err != nil {
 		return nil, api.Explain(err, "list backups")
 	}
-	var of []*api.Backup
 	for i := range list.Items {
 		if b := &list.Items[i]; b.Target() == target {
+			of = append(of, b)
+		}
+	}
+	for i := range images.Items {
+		if b := &images.Items[i]; b.Target() == target {
 			of = append(of, b)
 		}
 	}
 	return slices.Clip(of), nil
 }
 
-// snapshotOf returns the snapshot of the repository that a Backup names: the Backup has ended.
-func snapshotOf(b *api.Backup) (blob.ID, bool) {
-	text := b.Spec.SnapshotID
-	if text == "" {
-		text = b.Status.SnapshotID
-	}
-	id, err := blob.Parse(text)
+// snapshotOf returns the snapshot of the repository that a backup names: the backup has ended.
+func snapshotOf(b api.StoredBackup) (blob.ID, bool) {
+	id, err := blob.Parse(cmp.Or(b.FoundSnapshot(), b.Common().SnapshotID))
 	return id, err == nil
 }
 

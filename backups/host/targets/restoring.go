@@ -11,11 +11,11 @@ import (
 // restoringAgain is the pause before a deletion that waits for an image looks at the image again.
 const restoringAgain = 5 * time.Second
 
-// keepRestoring returns the deleted Backups that no image needs, and tells why the others wait. After a restart of its
+// keepRestoring returns the deleted backups that no image needs, and tells why the others wait. After a restart of its
 // node a restore opens the backup again, and volumes may stand on the image already: without the backup their reads
 // would wait for ever. next is when to look again; zero: no Backup waits.
-func (r *targetReconciler) keepRestoring(ctx context.Context, deleted []*api.Backup, now time.Time) (
-	free []*api.Backup, next time.Time, err error) {
+func (r *targetReconciler) keepRestoring(ctx context.Context, deleted []api.StoredBackup, now time.Time) (
+	free []api.StoredBackup, next time.Time, err error) {
 	if len(deleted) == 0 {
 		return nil, next, nil
 	}
@@ -32,8 +32,9 @@ func (r *targetReconciler) keepRestoring(ctx context.Context, deleted []*api.Bac
 		}
 	}
 	for _, b := range deleted {
-		o := unfinished[b.Status.URL]
-		if o == nil || b.Status.URL == "" {
+		url := b.Common().URL
+		o := unfinished[url]
+		if o == nil || url == "" {
 			free = append(free, b)
 			continue
 		}

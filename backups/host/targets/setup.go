@@ -42,25 +42,29 @@ func (r *targetReconciler) setup(mgr ctrl.Manager) error {
 		return err
 	}
 	target := handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
-		return watch.Requests(o.(*api.Backup).Target())
+		return watch.Requests(o.(api.StoredBackup).Target())
+	})
+	deletions := builder.WithPredicates(predicate.Funcs{
+		CreateFunc: func(e event.CreateEvent) bool { return e.Object.GetDeletionTimestamp() != nil },
+		UpdateFunc: func(e event.UpdateEvent) bool { return deletionChanged(e.ObjectOld, e.ObjectNew) },
+		DeleteFunc: func(e event.DeleteEvent) bool { return true }, // an image's backup may wait for it
 	})
 	everyNode := false
 	return ctrl.NewControllerManagedBy(mgr).Named("backup-targets").For(&api.BackupTarget{}).
-		Watches(&api.Backup{}, target, builder.WithPredicates(predicate.Funcs{
-			CreateFunc: func(e event.CreateEvent) bool { return e.Object.GetDeletionTimestamp() != nil },
-			UpdateFunc: func(e event.UpdateEvent) bool { return deletionChanged(e.ObjectOld, e.ObjectNew) },
-			DeleteFunc: func(event.DeleteEvent) bool { return false },
-		})).
+		Watches(&api.Backup{}, target, deletions).
+		Watches(&api.BackupBackingImage{}, target, deletions).
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(r.allTargets), watch.Updates(returned)).
 		WatchesRawSource(source.Channel(r.jobs.wake, &handler.EnqueueRequestForObject{})).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode, NewQueue: backlog.New}).
 		Complete(r)
 }
 
-// deletionChanged reports whether a Backup became one to delete from the store.
+// deletionChanged reports whether a backup became one to delete from the store.
 func deletionChanged(old, now client.Object) bool {
-	return !old.GetDeletionTimestamp().Equal(now.GetDeletionTimestamp()) ||
-		old.(*api.Backup).Ended() != now.(*api.Backup).Ended()
+	_, before := old.GetAnnotations()[api.AnnotationForceDelete]
+	_, forced := now.GetAnnotations()[api.AnnotationForceDelete]
+	return !old.GetDeletionTimestamp().Equal(now.GetDeletionTimestamp()) || before != forced ||
+		old.(api.StoredBackup).Ended() != now.(api.StoredBackup).Ended()
 }
 
 // returned reports whether a silent node is alive again, or a node is deleted. Silence itself has no event.

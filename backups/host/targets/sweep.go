@@ -55,7 +55,7 @@ func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, o Options
 			return err
 		}
 		for _, b := range backups {
-			if id, ok := snapshotOf(b); ok && b.DeletionTimestamp == nil {
+			if id, ok := snapshotOf(b); ok && b.GetDeletionTimestamp() == nil {
 				options.Known = append(options.Known, id)
 			}
 		}
@@ -94,7 +94,7 @@ func (r *Repositories) deleteSnapshots(ctx context.Context, t *api.BackupTarget,
 	})
 }
 
-// SnapshotsOf finds the snapshots whose tags name one of the Backup objects.
+// SnapshotsOf finds the snapshots whose tags name one of the objects.
 func SnapshotsOf(ctx context.Context, r *repo.Repository, objects ...api.UID) (found []repo.Snapshot, err error) {
 	if len(objects) == 0 {
 		return nil, nil

@@ -136,7 +136,7 @@ func (r *targetReconciler) forgetTarget(name string, deleted bool) {
 // writeResults brings the results of ended jobs into the status of the target. It keeps the results until the status is
 // written; again says that another writer was faster.
 func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget, rec *targetRecord,
-	backups []*api.Backup, now time.Time) (again bool, err error) {
+	backups []api.StoredBackup, now time.Time) (again bool, err error) {
 	before := t.Status.DeepCopy()
 	visited, deleted, swept := rec.visit.hasEnded(), rec.deletion.hasEnded(), rec.sweep.hasEnded()
 	if visited {
@@ -220,7 +220,7 @@ func (r *targetReconciler) reportSweep(t *api.BackupTarget, s *sweepResult) {
 
 // startJobs starts the jobs that are due, and returns when the next one is; zero: none.
 func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, rec *targetRecord,
-	backups []*api.Backup, now time.Time) (next time.Time, err error) {
+	backups []api.StoredBackup, now time.Time) (next time.Time, err error) {
 	if rec.visit.isRunning() && !hasSameStore(t, rec.visitedSpec) {
 		rec.visit.stop() // the end wakes the reconciler
 	}

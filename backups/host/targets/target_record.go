@@ -141,7 +141,7 @@ func (rec *targetRecord) claimRepository(st *api.BackupTargetStatus, node string
 }
 
 // applyDeletion records the result of a deletion.
-func (rec *targetRecord) applyDeletion(backups []*api.Backup, retry time.Duration, now time.Time) {
+func (rec *targetRecord) applyDeletion(backups []api.StoredBackup, retry time.Duration, now time.Time) {
 	d := &rec.deletion.result
 	if d.err != nil {
 		rec.deleteAgain, rec.deleteMessage = now.Add(retry), d.err.Error()
@@ -149,8 +149,8 @@ func (rec *targetRecord) applyDeletion(backups []*api.Backup, retry time.Duratio
 	}
 	rec.deleteAgain, rec.deleteMessage = time.Time{}, ""
 	for _, b := range backups {
-		if _, before := rec.deleted[b.UID]; !before && b.DeletionTimestamp != nil && d.has(b) {
-			rec.deleted[b.UID] = false
+		if _, before := rec.deleted[b.GetUID()]; !before && b.GetDeletionTimestamp() != nil && d.has(b) {
+			rec.deleted[b.GetUID()] = false
 			if _, ok := snapshotOf(b); ok {
 				rec.deletedCount++
 			}

@@ -148,14 +148,14 @@ func (v *visit) compareBackups(ctx context.Context, r snapshotLister, result *vi
 	for _, f := range files {
 		listed[f.ID] = struct{}{}
 	}
-	known, missing := map[blob.ID]*api.Backup{}, map[blob.ID]*api.Backup{}
+	known, missing := map[blob.ID]api.StoredBackup{}, map[blob.ID]api.StoredBackup{}
 	for _, b := range backups {
 		id, ok := snapshotOf(b)
 		if !ok {
 			continue
 		}
 		known[id] = b
-		if _, ok := listed[id]; !ok && b.DeletionTimestamp == nil {
+		if _, ok := listed[id]; !ok && b.GetDeletionTimestamp() == nil {
 			missing[id] = b
 		}
 	}
@@ -177,7 +177,7 @@ func (v *visit) compareBackups(ctx context.Context, r snapshotLister, result *vi
 
 // deleteLost deletes the Backups that two lists lack, with a pause of Options.Confirm between the lists, if the
 // repository was known before.
-func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]*api.Backup, result *visitResult) error {
+func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]api.StoredBackup, result *visitResult) error {
 	for id := range v.memory.missing {
 		if missing[id] == nil {
 			delete(v.memory.missing, id)
@@ -208,15 +208,16 @@ func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]*api.Backup,
 // deleteObject deletes a Backup that the store lost, after the finalizer: the deletion of a Backup with a finalizer
 // deletes the snapshot in the store, too, and the lists may be wrong. If another program changes the Backup meanwhile,
 // the Backup stays, and the next visit finds the Backup again.
-func (v *visit) deleteObject(ctx context.Context, cached *api.Backup) error {
-	b := cached.DeepCopy()
+func (v *visit) deleteObject(ctx context.Context, cached api.StoredBackup) error {
+	b := copyOf(cached)
 	controllerutil.RemoveFinalizer(b, api.Finalizer)
 	if err := v.Update(ctx, b); err != nil {
-		return ignoreRace(api.Explain(err, "backup %s: remove the finalizer", b.Name), err)
+		return ignoreRace(api.Explain(err, "backup %s: remove the finalizer", b.GetName()), err)
 	}
-	err := v.Delete(ctx, b, client.Preconditions{UID: &b.UID, ResourceVersion: &b.ResourceVersion})
+	uid, version := b.GetUID(), b.GetResourceVersion()
+	err := v.Delete(ctx, b, client.Preconditions{UID: &uid, ResourceVersion: &version})
 	if err == nil {
-		v.log.Info("backup deleted, because the store lacks it", "backup", b.Name, "snapshot", b.Status.SnapshotID)
+		v.log.Info("backup deleted, because the store lacks it", "backup", b.GetName(), "snapshot", b.Common().SnapshotID)
 	}
-	return ignoreRace(api.Explain(err, "backup %s: delete the object", b.Name), err)
+	return ignoreRace(api.Explain(err, "backup %s: delete the object", b.GetName()), err)
 }

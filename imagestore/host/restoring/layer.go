@@ -41,6 +41,7 @@ type Layer struct {
 	recent   []int64 // the last chunks that readers asked for
 	damaged  map[int64]error
 	restored func() (done, total int64)
+	checksum string // of the backup
 }
 
 func newLayer(s *Set, on block.Layers, uid string, open func(context.Context) (block.Backup, error)) *Layer {
@@ -154,7 +155,7 @@ func (l *Layer) openOnce() {
 		return
 	}
 	l.current, l.plan, l.failure, l.pause = &openBackup{Backup: b}, p, nil, 0
-	l.restored = b.Restored
+	l.restored, l.checksum = b.Restored, b.Checksum()
 	if l.ended {
 		l.drop()
 	}

@@ -1,0 +1,106 @@
+package planner
+
+import (
+	"context"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
+)
+
+// checkImageBackup makes the backup of a volume wait until its target has a backup of the volume's image, and creates
+// this backup. So the chunks of the image are uploaded once. A backup of an image that makes no progress delays no
+// backup of a volume, which has the whole content.
+func (r *backupReconciler) checkImageBackup(ctx context.Context, b *api.Backup) error {
+	var v api.Volume
+	if err := r.Get(ctx, client.ObjectKey{Name: b.Spec.Volume}, &v); err != nil || v.Spec.BackingImage == "" {
+		return err
+	}
+	var img api.BackingImage
+	if err := r.Get(ctx, client.ObjectKey{Name: v.Spec.BackingImage}, &img); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	digest := img.ContentDigest()
+	if digest == "" || img.DeletionTimestamp != nil {
+		return nil
+	}
+	var list api.BackupBackingImageList
+	if err := r.List(ctx, &list, client.MatchingFields{watch.ByImage: img.Name}); err != nil {
+		return err
+	}
+	var best, other *api.BackupBackingImage
+	for i := range list.Items {
+		x := &list.Items[i]
+		switch {
+		case x.IsOf(b.Target(), img.Name, digest) && x.DeletionTimestamp == nil:
+			if best == nil || progressOf(x) > progressOf(best) {
+				best = x
+			}
+		case x.Target() == b.Target() && x.Status.State == api.BackupCompleted:
+			other = x
+		}
+	}
+	switch {
+	case best == nil:
+		return r.createImageBackup(ctx, b, &img, digest, other)
+	case best.Status.State == api.BackupError && best.CreationTimestamp.Before(&b.CreationTimestamp):
+		if err := r.deleteSeen(ctx, best); err != nil {
+			return err
+		}
+		return waitForImage(best)
+	case progressOf(best) == 2:
+		return waitForImage(best)
+	}
+	return nil
+}
+
+// progressOf ranks backups of the same content: 3 is complete, 2 is in progress, or about to be.
+func progressOf(b *api.BackupBackingImage) int {
+	s := &b.Status
+	switch {
+	case s.State == api.BackupCompleted:
+		return 3
+	case !b.Ended() && s.Attempts == 0 && (b.Spec.Source != nil || s.State == api.BackupNew):
+		return 2
+	case !b.Ended():
+		return 1
+	}
+	return 0
+}
+
+func waitForImage(b *api.BackupBackingImage) error {
+	return api.Errorf(api.Unavailable, "image %s is backed up first: the backup waits for BackupBackingImage %s",
+		b.Spec.BackingImageName, b.Name)
+}
+
+// createImageBackup creates the backup of the image of a backup's volume. other is a backup of an image of the same name
+// with other content in the target; nil: none.
+func (r *backupReconciler) createImageBackup(ctx context.Context, b *api.Backup, img *api.BackingImage, digest string,
+	other *api.BackupBackingImage) error {
+	x := &api.BackupBackingImage{Spec: api.BackupBackingImageSpec{BackupTargetName: b.Target(),
+		BackingImageName: img.Name, Digest: digest}}
+	x.Name = api.ImageBackupName(img.Name, digest, b.Target())
+	err := r.Create(ctx, x)
+	switch {
+	case apierrors.IsAlreadyExists(err):
+		if err := r.live.Get(ctx, client.ObjectKey{Name: x.Name}, x); err != nil {
+			return client.IgnoreNotFound(err)
+		}
+		if x.IsOf(b.Target(), img.Name, digest) && x.DeletionTimestamp == nil && !x.Ended() {
+			return waitForImage(x) // the cache is late
+		}
+		return nil
+	case err != nil:
+		return err
+	}
+	r.log.Info("image is backed up with its volume", "backup", x.Name, "image", img.Name, "volume", b.Spec.Volume)
+	if other != nil {
+		r.events.Eventf(x, nil, corev1.EventTypeWarning, "ImageContentDiffers", "Backup", "backup target %s has a backup, "+
+			"%s, of an image %s with other content: checksum %.16s instead of %.16s; both are kept", b.Target(), other.Name,
+			img.Name, other.Status.Checksum, img.Status.Checksum)
+	}
+	return waitForImage(x)
+}
