@@ -23,7 +23,8 @@ import (
 func TestBackupStories(t *testing.T) {
 	tell(t,
 		story{"restic reads what Drover backed up", resticReadsBackups},
-		story{"a backup survives kill -9", killedBackup})
+		story{"a backup survives kill -9", killedBackup},
+		story{"an image travels with its volume", imageTravels})
 }
 
 // backupPassword is the password of the stores of these stories.
@@ -277,4 +278,51 @@ func killedBackup(t *testing.T, w *world) {
 	w.must("backup", "delete", "killed")
 	do(t, a.remove)
 	w.must("target", "delete", "offsite")
+}
+
+// imageTravels: the backup of a volume takes its image along, and uploads the image's chunks once. The image, deleted
+// meanwhile, is restored with its checksum and its bytes, and restic reads them, too.
+func imageTravels(t *testing.T, w *world) {
+	store := w.makeTarget(t, "images")
+	body := make([]byte, 20*mib+512)
+	_, _ = rand.NewChaCha8([32]byte{7}).Read(body)
+	must(t, os.WriteFile(w.path("gold.raw"), body, 0o600))
+	w.must("image", "upload", w.path("gold.raw"), "--name", "gold")
+	var img api.BackingImage
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "gold"}, &img))
+	a, err := w.create("of-gold", 32*mib, blockCap(), "backingImage", "gold")
+	must(t, err)
+	w.must("backup", "create", "of-gold", "--name", "with-gold", "--target", "images")
+	name := api.ImageBackupName("gold", img.ContentDigest(), "images")
+	var stored api.BackupBackingImage
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: name}, &stored))
+	if s := stored.Status; s.State != api.BackupCompleted || s.Checksum != img.Status.Checksum || s.Checksum == "" ||
+		s.Size != int64(len(body)) {
+		t.Errorf("the image's backup is %+v", s)
+	}
+	if n := folderSize(t, store); n > 24*mib {
+		t.Errorf("an image of 20 MiB and an unchanged volume take %d bytes", n)
+	}
+	do(t, a.remove)
+	w.must("image", "delete", "gold")
+	w.must("image", "restore", name)
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "gold"}, &img))
+	if img.Status.Checksum != stored.Status.Checksum || img.Status.VirtualSize != int64(len(body)) {
+		t.Errorf("the restored image is %+v", img.Status)
+	}
+	b, err := w.create("again", 32*mib, blockCap(), "backingImage", "gold")
+	must(t, err)
+	must(t, b.up())
+	compareWithDevice(t, b, append(body, make([]byte, 32*mib-len(body))...))
+	do(t, b.down, b.remove)
+	w.must("image", "delete", "gold")
+
+	dir := restic(t, "restic -r "+store+" restore latest --path /images/gold --target x && "+
+		"cat x/images/gold/disk/*/*/data > disk.raw")
+	if got, err := os.ReadFile(filepath.Join(dir, "disk.raw")); err != nil || !bytes.Equal(got, body) {
+		t.Errorf("restic reads %d bytes of the image, %v", len(got), err)
+	}
+	w.must("backup", "delete", "with-gold")
+	w.must("backup", "delete", "--image", name)
+	w.must("target", "delete", "images")
 }
