@@ -313,7 +313,7 @@ func imageTravels(t *testing.T, w *world) {
 	b, err := w.create("again", 32*mib, blockCap(), "backingImage", "gold")
 	must(t, err)
 	must(t, b.up())
-	compareWithDevice(t, b, append(body, make([]byte, 32*mib-len(body))...))
+	compareWithDevice(t, b, append(body, make([]byte, 32*mib-int64(len(body)))...))
 	do(t, b.down, b.remove)
 	w.must("image", "delete", "gold")
 

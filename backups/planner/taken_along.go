@@ -89,8 +89,8 @@ func (r *backupReconciler) createImageBackup(ctx context.Context, b *api.Backup,
 		if err := r.live.Get(ctx, client.ObjectKey{Name: x.Name}, x); err != nil {
 			return client.IgnoreNotFound(err)
 		}
-		if x.IsOf(b.Target(), img.Name, digest) && x.DeletionTimestamp == nil && !x.Ended() {
-			return waitForImage(x) // the cache is late
+		if x.IsOf(b.Target(), img.Name, digest) && (!x.Ended() || x.DeletionTimestamp != nil && x.Status.SnapshotID == "") {
+			return waitForImage(x) // the cache is late, or a backup that failed is being deleted
 		}
 		return nil
 	case err != nil:

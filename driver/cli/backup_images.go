@@ -174,7 +174,7 @@ func deleteImageBackup(ctx context.Context, c client.WithWatch, name string, for
 		}); client.IgnoreNotFound(err) != nil {
 			return explain(ctx, err)
 		}
-	} else if b.DeletionTimestamp == nil {
+	} else if b.DeletionTimestamp == nil && b.Status.State == api.BackupCompleted {
 		if err := refuseNeeded(ctx, c, b); err != nil {
 			return err
 		}

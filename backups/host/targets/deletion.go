@@ -111,7 +111,8 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 // empty if another backup of the same content stays, or the user forces the deletion.
 func explainNeed(b api.StoredBackup, backups []api.StoredBackup) string {
 	image, is := b.(*api.BackupBackingImage)
-	if _, force := b.GetAnnotations()[api.AnnotationForceDelete]; !is || force {
+	_, force := b.GetAnnotations()[api.AnnotationForceDelete]
+	if _, stored := snapshotOf(b); !is || force || !stored {
 		return ""
 	}
 	name, digest := image.Spec.BackingImageName, image.ContentDigest()
