@@ -153,7 +153,7 @@ func TestImageThatIsDeletedMeanwhile(t *testing.T) {
 	w.receive(g.reached, "the backup uploads")
 	must(t, w.disk.RemoveImage(string(i.uuid)))
 	if _, _, err := w.disk.LayerSize(string(i.layers[0])); err != nil {
-		t.Errorf("the layer goes in the middle of its backup: %v", err)
+		t.Errorf("the layer is removed in the middle of its backup: %v", err)
 	}
 	close(g.opened)
 	w.awaitStored(b)

@@ -122,7 +122,7 @@ func TestImageIsTakenAlongOnce(t *testing.T) {
 	w.awaitSource("b3", "n1")
 }
 
-// TestImageBackupThatFailsDelaysNoVolume: the backup of a volume goes on when an attempt to back its image up failed,
+// TestImageBackupThatFailsDelaysNoVolume: the backup of a volume continues when an attempt to back its image up failed,
 // when no node can, and when the image's backup has an Error, which the next backup of a volume repeats.
 func TestImageBackupThatFailsDelaysNoVolume(t *testing.T) {
 	w := newWorld(t)
@@ -172,7 +172,7 @@ func (w *world) awaitLaterSecond(than metav1.Time) {
 }
 
 // TestImageBackupNeedsACopy: a backup of an image moves to another copy when the copy is deleted before a node reads
-// the copy, and when the node is lost. A node that reads the copy holds the layers, and goes on. An image that was
+// the copy, and when the node is lost. A node that reads the copy holds the layers, and continues. An image that was
 // replaced meanwhile ends the backup.
 func TestImageBackupNeedsACopy(t *testing.T) {
 	w := newWorld(t)
@@ -206,8 +206,8 @@ func TestImageBackupNeedsACopy(t *testing.T) {
 	})
 }
 
-// TestBackupVolumeMirrorsBackups: a volume with completed backups in a target has a BackupVolume, which goes with the
-// last backup, and whose deletion deletes the backups.
+// TestBackupVolumeMirrorsBackups: a volume with completed backups in a target has a BackupVolume, which is deleted with
+// the last backup, and whose deletion deletes the backups.
 func TestBackupVolumeMirrorsBackups(t *testing.T) {
 	w := newWorld(t)
 	w.addNodes("n1")
