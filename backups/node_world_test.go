@@ -407,7 +407,7 @@ func (w *world) restic(args ...string) []byte {
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "restic", append([]string{"--no-cache", "--repo", w.folder}, args...)...)
 	cmd.Env = append(os.Environ(), "RESTIC_PASSWORD="+api.PublishedPassword)
-	cmd.WaitDelay = time.Second
+	cmd.WaitDelay = time.Minute // a busy machine reads the output late
 	var failure bytes.Buffer
 	cmd.Stderr = &failure
 	output, err := cmd.Output()
