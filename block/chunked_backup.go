@@ -22,7 +22,8 @@ type ChunkedBackup interface {
 
 // LayerPlanner is a Layers that knows a layer before its data.
 type LayerPlanner interface {
-	// PlanLayer returns the root digest and the file of digests of a layer of size bytes (rounded up to Size). sums has the
-	// chunks with data, all of whose blocks are data, in ascending order, with their digests; other chunks are holes.
+	// PlanLayer returns the root digest and the file of digests of a layer of size bytes (rounded up to Size). sums has
+	// the chunks with data, all of whose blocks are data, in ascending order, with their digests; other chunks are
+	// holes.
 	PlanLayer(size int64, sums iter.Seq2[int64, [32]byte]) (root string, file []byte, err error)
 }

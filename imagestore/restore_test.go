@@ -228,8 +228,8 @@ func (w *world) openChunked(damaged func(chunk int64) bool) {
 }
 
 // TestImageIsReadableBeforeItIsReady: the status has the digest and the size, and other disks get the map and the bytes
-// from the node, while the restore waits, after a restart of the node, too. The finished image has the same digest. With
-// a checksum an image is not readable before it is ready.
+// from the node, while the restore waits, after a restart of the node, too. The finished image has the same digest.
+// With a checksum an image is not readable before it is ready.
 func TestImageIsReadableBeforeItIsReady(t *testing.T) {
 	w := newWorld(t, 2)
 	w.stop()
@@ -271,8 +271,8 @@ func TestImageIsReadableBeforeItIsReady(t *testing.T) {
 	w.delete(&api.Replica{}, "v.1")
 }
 
-// TestDamagedBackup: the image fails with the list of damaged chunks, after all others were restored; the layer is still
-// served to volumes. With allow-damaged zeros take their place, and a notice lists them.
+// TestDamagedBackup: the image fails with the list of damaged chunks, after all others were restored; the layer is
+// still served to volumes. With allow-damaged zeros take their place, and a notice lists them.
 func TestDamagedBackup(t *testing.T) {
 	w := newWorld(t, 1)
 	w.stop()

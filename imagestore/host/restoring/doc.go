@@ -1,5 +1,5 @@
-// Package restoring serves restoring layers, those that restores of backups have not finished: volumes read their chunks while the
-// restore writes the layer.
+// Package restoring serves restoring layers, which restores of backups have not finished: volumes read their chunks
+// while the restore writes the layer.
 //
 // A Layer opens its backup, and learns the layer's map, digests and root digest before any data. A chunk comes from the
 // cache, from the layer in the making, or from the backup. Reads of one chunk share one fetch. Reads in order fetch the
@@ -7,8 +7,8 @@
 //
 // Invariants: a chunk that the package serves matches its digest. Reads fail while the backup is out of reach, and
 // their callers ask again; the package opens the backup again, after pauses that grow. A damaged chunk fails alone. The
-// cache and the fetches of all layers together take at most 2 MiB for each of cachedChunks, readsAtOnce and aheadAtOnce,
-// and the digests of each layer 16 bytes per MiB of its size.
+// cache and the fetches of all layers together take at most 2 MiB for each of cachedChunks, readsAtOnce and
+// aheadAtOnce, and the digests of each layer 16 bytes per MiB of its size.
 //
 // Goroutines belong to the Set, a Runnable of the manager, which waits for all of them.
 //

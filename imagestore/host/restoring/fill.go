@@ -128,8 +128,9 @@ func (f *Fill) judge() error {
 	if len(f.Damaged) == 0 || f.allow {
 		return nil
 	}
-	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; make the image again with the parameter "+
-		"%s, which restores zeros there", api.CountText(len(f.Damaged), "chunk"), f.DamagedText(), api.RestoreAllowDamaged)
+	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; make the image again with the "+
+		"parameter %s, which restores zeros there", api.CountText(len(f.Damaged), "chunk"), f.DamagedText(),
+		api.RestoreAllowDamaged)
 }
 
 func (l *Layer) isFilled(chunk int64) bool {

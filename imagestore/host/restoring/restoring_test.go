@@ -119,7 +119,8 @@ func (b *backup) Restore(ctx context.Context, sink block.Sink) error {
 	return err
 }
 
-func (b *backup) RestoreIntact(ctx context.Context, sink block.Sink, skip func(int64) bool) (damaged []int64, err error) {
+func (b *backup) RestoreIntact(ctx context.Context, sink block.Sink, skip func(int64) bool) (
+	damaged []int64, err error) {
 	rnd := rand.New(rand.NewPCG(1, b.seed))
 	for _, i := range rnd.Perm(int(b.chunks())) {
 		c := int64(i)
@@ -171,7 +172,8 @@ func newDisk(t *testing.T) *stack.Disk {
 
 func newWorld(t *testing.T, s *store) *world {
 	t.Helper()
-	w := &world{store: s, t: t, disk: newDisk(t), set: NewSet(Options{PauseMin: time.Millisecond, PauseMax: 5 * time.Millisecond}),
+	w := &world{store: s, t: t, disk: newDisk(t),
+		set:  NewSet(Options{PauseMin: time.Millisecond, PauseMax: 5 * time.Millisecond}),
 		spec: importer.Spec{UID: api.NewUID(), Name: "golden", Layers: []api.UID{api.NewUID()}}}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
@@ -243,8 +245,8 @@ func contents() []*store {
 	return []*store{odd, short, zeroEnd, zeros}
 }
 
-// TestPlannedLayerIsTheRestoredLayer: the root digest, the digests and the map that readers get before the data are those
-// of the layer that the restore seals, in every order and size of its writes. Another disk accepts the map.
+// TestPlannedLayerIsTheRestoredLayer: the root digest, the digests and the map that readers get before the data are
+// those of the layer that the restore seals, in every order and size of its writes. Another disk accepts the map.
 func TestPlannedLayerIsTheRestoredLayer(t *testing.T) {
 	t.Parallel()
 	for _, s := range contents() {
