@@ -143,8 +143,8 @@ type BackupTargetList struct {
 // DefaultPollInterval is the interval of a target that names none.
 const DefaultPollInterval = 5 * time.Minute
 
-// TargetURLs are the forms of URLs of stores: a folder that every node has, an NFS export, an SMB share, a bucket of S3,
-// a container of Azure, a folder of an SSH server.
+// TargetURLs are the forms of URLs of stores: a folder that every node has, an NFS export, an SMB share, a bucket of
+// S3, a container of Azure, a folder of an SSH server.
 const TargetURLs = "file:///PATH, nfs://HOST:/PATH, cifs://HOST/SHARE/PATH, s3://BUCKET@REGION/PATH, " +
 	"azblob://CONTAINER@core.windows.net/PATH or sftp://USER@HOST:PORT/PATH"
 

@@ -53,8 +53,8 @@ func TestBackingImageSpecValidate(t *testing.T) {
 			SourceParameters: map[string]string{RestoreBackupURL: "s3://bucket@region/path"}}, Invalid, "no URL of a backup"},
 		{"restore with a password", BackingImageSpec{SourceType: SourceRestore, SourceParameters: map[string]string{
 			RestoreBackupURL: "s3://me:secret@bucket/path?backup=b&volume=v"}}, Invalid, "no URL of a backup"},
-		{"restore from a bucket with a region", BackingImageSpec{SourceType: SourceRestore, SourceParameters: map[string]string{
-			RestoreBackupURL: "s3://bucket@region/path?backup=b&volume=v"}}, 0, ""},
+		{"restore from a bucket with a region", BackingImageSpec{SourceType: SourceRestore,
+			SourceParameters: map[string]string{RestoreBackupURL: "s3://bucket@region/path?backup=b&volume=v"}}, 0, ""},
 		{"unknown type", BackingImageSpec{SourceType: "tape"}, Invalid, `"tape" is unknown`},
 		{"disk", BackingImageSpec{SourceType: SourceUpload, CleanupDisks: []UID{"../x"}}, Invalid, "not a UID"},
 	} {

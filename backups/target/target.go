@@ -1,6 +1,6 @@
 // Package target is the seam to the stores of backup targets: a store keeps whole objects by name. Below the package
-// lie the stores folder, share, s3, azure and sftp; web, which the stores behind HTTP share; bounded, which ends the calls
-// of a store that hangs; address, which opens the store of a URL; and targettest, the contract that each of them
+// lie the stores folder, share, s3, azure and sftp; web, which the stores behind HTTP share; bounded, which ends the
+// calls of a store that hangs; address, which opens the store of a URL; and targettest, the contract that each of them
 // passes.
 //
 // Each store keeps these invariants. An object is whole or absent: neither a power loss nor a failed Put leaves a torn

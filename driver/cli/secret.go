@@ -39,7 +39,8 @@ func parseSecret(s string) (*api.SecretRef, error) {
 var secretKeys = []string{api.SecretAccessKey, api.SecretSecretKey, api.SecretSessionToken, api.SecretEndpoints,
 	api.SecretVirtualHost, api.SecretHTTPProxy, api.SecretHTTPSProxy, api.SecretNoProxy, api.SecretRole,
 	api.SecretAzureAccount, api.SecretAzureKey, api.SecretAzureEndpoint, api.SecretCIFSUser, api.SecretCIFSPassword,
-	api.SecretSFTPPassword, api.SecretSFTPPassphrase, api.SecretKnownHosts, api.SecretBackupPassword, api.SecretResticPassword}
+	api.SecretSFTPPassword, api.SecretSFTPPassphrase, api.SecretKnownHosts, api.SecretBackupPassword,
+	api.SecretResticPassword}
 
 // longKeys are the keys whose values have several lines.
 var longKeys = []string{api.SecretCert, api.SecretAzureCert, api.SecretSFTPKey}
@@ -66,7 +67,8 @@ func (f *targetFlags) readValues() (map[string][]byte, error) {
 	if f.password == "" {
 		return values, nil
 	}
-	for _, key := range []string{api.SecretBackupPassword, api.SecretResticPassword} {
+	for _, key := range []string{api.SecretBackupPassword,
+		api.SecretResticPassword} {
 		if _, has := values[key]; has {
 			return nil, usagef("--password-file: %s has %s already: leave one of the two passwords out", f.credentials, key)
 		}

@@ -179,8 +179,8 @@ func TestTargetCreateRefusesAtOnce(t *testing.T) {
 		args []string
 		want string
 	}{
-		"scheme":        {2, []string{"nfs://host/share"}, "file:///PATH or s3://BUCKET@REGION/PATH"},
-		"path":          {2, []string{"/srv/backups"}, "file:///PATH or s3://BUCKET@REGION/PATH"},
+		"scheme":        {2, []string{"http://host/share"}, "nfs://HOST:/PATH, cifs://"},
+		"path":          {2, []string{"/srv/backups"}, "file:///PATH, nfs://HOST:/PATH"},
 		"two slashes":   {2, []string{"file://srv/backups"}, "three slashes"},
 		"no bucket":     {2, []string{"s3:///path"}, "s3://BUCKET@REGION/PATH"},
 		"password":      {2, []string{"s3://key:hush@bucket/p"}, "--credentials-file"},

@@ -156,8 +156,8 @@ func parseContainer(u *url.URL) (Address, error) {
 	switch {
 	case u.Opaque != "" || !containerName.MatchString(a.container) || len(a.container) < 3 ||
 		len(a.container) > 63:
-		return Address{}, invalid("names no container of Azure; write azblob://CONTAINER@core.windows.net/PATH, with 3 to 63 " +
-			"small letters, digits and single '-'")
+		return Address{}, invalid("names no container of Azure; write azblob://CONTAINER@core.windows.net/PATH, with 3 to " +
+			"63 small letters, digits and single '-'")
 	case len(a.cloud) > 100 || !cloudName.MatchString(a.cloud):
 		return Address{}, invalid("names no cloud of Azure, or a port; write azblob://CONTAINER@core.windows.net/PATH, and " +
 			"another server as " + api.SecretAzureEndpoint + " into the target's Secret")

@@ -117,8 +117,8 @@ func (a Address) containerConfig(secret map[string][]byte) (azure.Config, error)
 	}
 	account := value(secret, api.SecretAzureAccount)
 	if !accountName.MatchString(account) {
-		return azure.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s is not the name of an account; write "+
-			"small letters and digits", api.SecretAzureAccount)
+		return azure.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s is not the name of an account; "+
+			"write small letters and digits", api.SecretAzureAccount)
 	}
 	if err := refuseControl(secret, api.SecretAzureKey, api.SecretAzureEndpoint, api.SecretNoProxy); err != nil {
 		return azure.Config{}, err
@@ -140,8 +140,8 @@ func (a Address) serverConfig(secret map[string][]byte) (sftp.Config, error) {
 		return sftp.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s and %s are missing; give one of them",
 			api.SecretSFTPPassword, api.SecretSFTPKey)
 	case value(secret, api.SecretKnownHosts) == "":
-		return sftp.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s is missing; give the server's line of "+
-			"ssh-keyscan, after a comparison with the server", api.SecretKnownHosts)
+		return sftp.Config{}, api.Errorf(api.Invalid, "Secret of the backup target: %s is missing; give the server's line "+
+			"of ssh-keyscan, after a comparison with the server", api.SecretKnownHosts)
 	}
 	return sftp.Config{Host: a.host, Port: a.port, User: a.user, Root: a.root,
 			Password:   web.Secret(value(secret, api.SecretSFTPPassword)),

@@ -238,8 +238,8 @@ func TestAzureTakesItsKeys(t *testing.T) {
 	must(t, err)
 	secret := map[string][]byte{api.SecretAzureAccount: []byte("me1\n"), api.SecretAzureKey: []byte("aHVzaA==\n"),
 		api.SecretHTTPSProxy: []byte("proxy:2"), api.SecretAzureCert: []byte("cert")}
-	want := azure.Config{Account: "me1", Key: "aHVzaA==", Endpoint: "https://me1.blob.core.windows.net", Container: "backups",
-		Prefix: "a", Network: web.Network{CA: []byte("cert"), HTTPSProxy: "http://proxy:2"}}
+	want := azure.Config{Account: "me1", Key: "aHVzaA==", Endpoint: "https://me1.blob.core.windows.net",
+		Container: "backups", Prefix: "a", Network: web.Network{CA: []byte("cert"), HTTPSProxy: "http://proxy:2"}}
 	if got, err := a.containerConfig(secret); err != nil || !reflect.DeepEqual(got, want) {
 		t.Errorf("the configuration is not as wanted: %+v, %v", got, err)
 	}
@@ -275,7 +275,8 @@ func TestServersTakeTheirKeys(t *testing.T) {
 		for _, key := range missing {
 			delete(changed, key)
 		}
-		if _, err := a.Open(t.Context(), changed, nil); !api.Is(err, api.Invalid) || !strings.Contains(err.Error(), missing[0]) {
+		if _, err := a.Open(t.Context(), changed, nil); !api.Is(err, api.Invalid) ||
+			!strings.Contains(err.Error(), missing[0]) {
 			t.Errorf("without %v: %v", missing, err)
 		}
 	}

@@ -79,8 +79,8 @@ func New(cfg Config) (*Store, error) {
 	u, err := url.Parse(cfg.Endpoint)
 	if err != nil || u.Host == "" || u.User != nil || u.RawQuery != "" || u.Fragment != "" ||
 		u.Scheme != "http" && u.Scheme != "https" {
-		return nil, api.Errorf(api.Invalid, "%s: the endpoint is not a URL like https://ACCOUNT.blob.core.windows.net without "+
-			"user and query", s)
+		return nil, api.Errorf(api.Invalid, "%s: the endpoint is not a URL like https://ACCOUNT.blob.core.windows.net "+
+			"without user and query", s)
 	}
 	if s.transport, err = cfg.Transport(s.String()); err != nil {
 		return nil, err
@@ -227,7 +227,8 @@ func (s *Store) Stat(ctx context.Context, name string) (target.Object, error) {
 	if err != nil {
 		return target.Object{}, op.failed(err)
 	}
-	return target.Object{Name: name, Size: valueOf(p.ContentLength, 0), Modified: valueOf(p.LastModified, time.Time{})}, nil
+	return target.Object{Name: name, Size: valueOf(p.ContentLength, 0),
+		Modified: valueOf(p.LastModified, time.Time{})}, nil
 }
 
 // List implements target.Store.

@@ -129,14 +129,15 @@ func answerError(w http.ResponseWriter, status int, code string) {
 	fmt.Fprintf(w, "<Error><Code>%s</Code><Message>you said %s</Message></Error>", code, key)
 }
 
-// TestAnswersHaveAKind: the code of an answer decides on the kind of the error, which names the object and the code, and
-// repeats no secret.
+// TestAnswersHaveAKind: the code of an answer decides on the kind of the error, which names the object and the code,
+// and repeats no secret.
 func TestAnswersHaveAKind(t *testing.T) {
 	for code, c := range map[string]struct {
 		status int
 		kind   api.Kind
 	}{
-		"BlobNotFound": {404, api.NotFound}, "ContainerNotFound": {404, api.Unavailable}, "AuthenticationFailed": {403, api.Denied},
+		"BlobNotFound": {404, api.NotFound}, "ContainerNotFound": {404, api.Unavailable},
+		"AuthenticationFailed": {403, api.Denied},
 		"AuthorizationFailure": {403, api.Denied}, "BlobArchived": {409, api.Unsupported}, "Md5Mismatch": {400, api.Corrupt},
 		"BlobImmutableDueToPolicy": {409, api.Denied}, "Strange": {400, api.Other}, "": {401, api.Denied},
 	} {
@@ -152,7 +153,9 @@ func TestAnswersHaveAKind(t *testing.T) {
 // TestWrongAnswersAreRefused: a body of another length or range than wanted is an error, never other bytes.
 func TestWrongAnswersAreRefused(t *testing.T) {
 	for name, h := range map[string]http.HandlerFunc{
-		"whole object in place of a range": func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(make([]byte, 100)) },
+		"whole object in place of a range": func(w http.ResponseWriter, _ *http.Request) {
+			_, _ = w.Write(make([]byte, 100))
+		},
 		"other range": func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Range", "bytes 0-9/100")
 			w.WriteHeader(http.StatusPartialContent)
@@ -194,7 +197,8 @@ func TestServerThatDoesNotAnswerIsUnavailable(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := s.List(ctx, "", func(target.Object) error { return nil }); err == nil || !strings.Contains(err.Error(), "canceled") {
+	err := s.List(ctx, "", func(target.Object) error { return nil })
+	if err == nil || !strings.Contains(err.Error(), "canceled") {
 		t.Errorf("list with an ended context: %v", err)
 	}
 }

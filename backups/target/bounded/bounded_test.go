@@ -374,12 +374,13 @@ func (s *closingStore) Close() error {
 	return nil
 }
 
-// TestInnerStoreIsClosedAfterItsLastCall: the inner store is closed once, and not while a call of it still runs. A store
-// that Open opened after the caller had an error is closed, too.
+// TestInnerStoreIsClosedAfterItsLastCall: the inner store is closed once, and not while a call of it still runs. A
+// store that Open opened after the caller had an error is closed, too.
 func TestInnerStoreIsClosedAfterItsLastCall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		release := make(chan struct{})
-		inner := &closingStore{innerStore: &innerStore{objects: map[string][]byte{}, before: func(string, string) { <-release }}}
+		inner := &closingStore{innerStore: &innerStore{objects: map[string][]byte{},
+			before: func(string, string) { <-release }}}
 		s, err := Open(t.Context(), t.Name(), func(context.Context) (target.Store, error) { return inner, nil })
 		must(t, err)
 		if _, err := s.Stat(t.Context(), "a"); !api.Is(err, api.Unavailable) {

@@ -349,7 +349,8 @@ func TestVirtualHostedThroughAProxy(t *testing.T) {
 		})
 	}, gofakes3.WithHostBucketBase("s3.example"))
 	for _, a := range []Addressing{VirtualHosted, Path, Auto} {
-		s := newStore(t, Config{Endpoint: "http://s3.example", Addressing: a, Network: web.Network{HTTPProxy: web.Secret(server.URL)}})
+		s := newStore(t, Config{Endpoint: "http://s3.example", Addressing: a,
+			Network: web.Network{HTTPProxy: web.Secret(server.URL)}})
 		must(t, s.Put(t.Context(), "data/a", []byte("a")))
 		if got, err := s.Get(t.Context(), "data/a", 0, -1); err != nil || string(got) != "a" {
 			t.Errorf("%v: %q, %v", a, got, err)

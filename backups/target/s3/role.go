@@ -43,8 +43,8 @@ func (s *Store) login() (*credentials.Credentials, error) {
 			RoleARN:             role.ARN,
 		}), nil
 	case !s.cfg.isAmazon() && role.metadata == "":
-		return nil, api.Errorf(api.Invalid, "%s: the credentials of a machine are for Amazon's servers alone; give an access "+
-			"key and a secret key", s)
+		return nil, api.Errorf(api.Invalid, "%s: the credentials of a machine are for Amazon's servers alone; give an "+
+			"access key and a secret key", s)
 	}
 	metadata := &http.Transport{ResponseHeaderTimeout: 10 * time.Second, DisableKeepAlives: true} // without a proxy
 	return credentials.New(&credentials.IAM{Client: &http.Client{Transport: web.RoundTripper{Next: metadata},

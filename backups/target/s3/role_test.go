@@ -38,11 +38,13 @@ func newRoleServer(t *testing.T) *roleServer {
 			r.tokens = append(r.tokens, req.Form.Get("WebIdentityToken")+" for "+req.Form.Get("RoleArn"))
 			if r.refuse {
 				w.WriteHeader(http.StatusForbidden)
-				fmt.Fprint(w, `<ErrorResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/"><Error><Code>AccessDenied</Code><Message>no trust</Message></Error></ErrorResponse>`)
+				fmt.Fprint(w, `<ErrorResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
+					<Error><Code>AccessDenied</Code><Message>no trust</Message></Error></ErrorResponse>`)
 				return
 			}
 			fmt.Fprintf(w, `<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
-				<AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>key-%d</AccessKeyId><SecretAccessKey>hush</SecretAccessKey>
+				<AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>key-%d</AccessKeyId>
+				<SecretAccessKey>hush</SecretAccessKey>
 				<SessionToken>session-%d</SessionToken><Expiration>%s</Expiration></Credentials></AssumeRoleWithWebIdentityResult>
 				</AssumeRoleWithWebIdentityResponse>`, len(r.tokens), len(r.tokens), expires)
 		case req.URL.Path == "/latest/api/token":
@@ -122,7 +124,8 @@ func TestRefusedRoleIsDenied(t *testing.T) {
 	}
 }
 
-// TestMachineGivesCredentials: without a token the metadata server gives the credentials, and only for Amazon's servers.
+// TestMachineGivesCredentials: without a token the metadata server gives the credentials, and only for Amazon's
+// servers.
 func TestMachineGivesCredentials(t *testing.T) {
 	server := newRoleServer(t)
 	must(t, server.store(t, &Role{ARN: "arn:role", metadata: server.URL}).Put(t.Context(), "a", []byte("a")))

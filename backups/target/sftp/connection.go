@@ -191,8 +191,8 @@ func (s *Store) clientConfig() (c ssh.ClientConfig, err error) {
 		return c, api.Errorf(api.Invalid, "%s: the lines of known hosts cannot be read; copy them from known_hosts", s)
 	}
 	if c.HostKeyAlgorithms = algorithms(c.HostKeyCallback, s.address()); len(c.HostKeyAlgorithms) == 0 {
-		return c, api.Errorf(api.Invalid, "%s: no known host has this name and port; write the server's line of ssh-keyscan, "+
-			"after a comparison with the server", s)
+		return c, api.Errorf(api.Invalid, "%s: no known host has this name and port; write the server's line of "+
+			"ssh-keyscan, after a comparison with the server", s)
 	}
 	return c, nil
 }

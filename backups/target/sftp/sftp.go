@@ -1,9 +1,9 @@
 // Package sftp is a store in a folder of an SSH server. An object is a file of the same name below the folder.
 //
-// A Put writes a temporary file in the folder .tmp and renames the file onto the name by posix-rename@openssh.com, without
-// which a server is refused: SFTP's own rename replaces no file. If the server has fsync@openssh.com, the content is
-// durable before the rename; a second fsync of the same file after the rename makes the name durable on the usual file
-// systems. SFTP has no fsync of a folder.
+// A Put writes a temporary file in the folder .tmp and renames the file onto the name by posix-rename@openssh.com,
+// without which a server is refused: SFTP's own rename replaces no file. If the server has fsync@openssh.com, the
+// content is durable before the rename; a second fsync of the same file after the rename makes the name durable on the
+// usual file systems. SFTP has no fsync of a folder.
 //
 // Each operation has a connection alone, at most maxConnections at once, and a deadline on the socket: the end of the
 // caller's context closes the connection, which ends the operation. Idle connections are used again. The key of the
@@ -209,8 +209,8 @@ func (s *Store) forgetFolders() {
 	clear(s.made)
 }
 
-// removeAbandoned removes old temporary files of processes that died. The age is by the clock of the server: the time of
-// a new file is now.
+// removeAbandoned removes old temporary files of processes that died. The age is by the clock of the server: the time
+// of a new file is now.
 func (o *operation) removeAbandoned() error {
 	dir := o.store.join(tmpDir)
 	entries, err := o.ReadDirContext(o.Ctx, dir)
@@ -412,8 +412,8 @@ func (o *operation) deleteFile(file string) error {
 	return nil
 }
 
-// isMissing reports whether err means that a file does not exist: a server may name no reason if a folder of the path is
-// a file.
+// isMissing reports whether err means that a file does not exist: a server may name no reason if a folder of the path
+// is a file.
 func (o *operation) isMissing(file string, err error) bool {
 	if errors.Is(err, fs.ErrNotExist) {
 		return true

@@ -209,7 +209,8 @@ func TestObjectsOfAServer(t *testing.T) {
 	if got, err := os.ReadFile(filepath.Join(root, "data/ab/a")); err != nil || string(got) != string(body) {
 		t.Errorf("the file has %d bytes, %v", len(got), err)
 	}
-	if got, err := s.Get(t.Context(), "data/ab/a", 50_000, 1000); err != nil || string(got) != string(body[50_000:51_000]) {
+	got, err := s.Get(t.Context(), "data/ab/a", 50_000, 1000)
+	if err != nil || string(got) != string(body[50_000:51_000]) {
 		t.Errorf("a range: %d bytes, %v", len(got), err)
 	}
 	if _, err := s.Get(t.Context(), "data/ab/a", 100_000, 2); !api.Is(err, api.Invalid) {
@@ -268,8 +269,8 @@ func TestKeyOfTheServerMustBeKnown(t *testing.T) {
 	}
 }
 
-// TestLogins: a password, a key and an encrypted key log in; wrong ones are denied, unreadable ones invalid, and no error
-// or format shows a secret.
+// TestLogins: a password, a key and an encrypted key log in; wrong ones are denied, unreadable ones invalid, and no
+// error or format shows a secret.
 func TestLogins(t *testing.T) {
 	server, root := startServer(t, goServer), t.TempDir()
 	plain, err := ssh.MarshalPrivateKey(server.key, "")
@@ -285,10 +286,12 @@ func TestLogins(t *testing.T) {
 		password, key, phrase web.Secret
 		kind                  api.Kind
 	}{
-		"password": {"hush", "", "", good}, "key": {"", text(plain), "", good}, "encrypted key": {"", text(sealed), "hush-phrase", good},
+		"password": {"hush", "", "", good}, "key": {"", text(plain), "", good},
+		"encrypted key":  {"", text(sealed), "hush-phrase", good},
 		"wrong password": {"hush-hush", "", "", api.Denied}, "foreign key": {"", text(strange), "", api.Denied},
-		"wrong passphrase": {"", text(sealed), "hush-hush", api.Invalid}, "no passphrase": {"", text(sealed), "", api.Invalid},
-		"no key": {"", "hush", "", api.Invalid}, "nothing": {"", "", "", api.Invalid},
+		"wrong passphrase": {"", text(sealed), "hush-hush", api.Invalid},
+		"no passphrase":    {"", text(sealed), "", api.Invalid},
+		"no key":           {"", "hush", "", api.Invalid}, "nothing": {"", "", "", api.Invalid},
 	} {
 		cfg := server.login(root)
 		cfg.Password, cfg.PrivateKey, cfg.Passphrase = c.password, c.key, c.phrase

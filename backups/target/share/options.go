@@ -40,11 +40,11 @@ var allowed = map[Kind]map[string]bool{
 		"lookupcache max_connect minorversion mounthost mountport mountproto mountvers nconnect nfsvers noac noacl noatime " +
 		"nocto nodiratime nolock nordirplus noresvport nosharecache port proto rdirplus relatime resvport retrans retry ro " +
 		"rsize rw sec sharecache soft softerr softreval sync tcp timeo trunkdiscovery udp vers wsize xprtsec"),
-	CIFS: names("acdirmax acregmax actimeo addr cache closetimeo dir_mode dom domain echo_interval esize file_mode gid guest " +
-		"handletimeout hard iocharset ip mapchars mapposix max_channels max_credits mfsymlinks min_enc_offload multichannel " +
-		"noatime nobrl nodfs nohandlecache nolease nomapposix noperm noresilienthandles noserverino nosharesock nounix " +
-		"persistenthandles port rdma relatime resilienthandles retrans ro rsize rw seal sec serverino servern sign " +
-		"soft uid vers workgroup wsize"),
+	CIFS: names("acdirmax acregmax actimeo addr cache closetimeo dir_mode dom domain echo_interval esize file_mode gid " +
+		"guest handletimeout hard iocharset ip mapchars mapposix max_channels max_credits mfsymlinks min_enc_offload " +
+		"multichannel noatime nobrl nodfs nohandlecache nolease nomapposix noperm noresilienthandles noserverino " +
+		"nosharesock nounix persistenthandles port rdma relatime resilienthandles retrans ro rsize rw seal sec serverino " +
+		"servern sign soft uid vers workgroup wsize"),
 }
 
 func names(text string) map[string]bool {
@@ -55,8 +55,8 @@ func names(text string) map[string]bool {
 	return set
 }
 
-// New checks the parts of a share: a host without brackets and port, an absolute path, and options as mount(8) has them.
-// Errors are of kind Invalid and repeat none of the parts.
+// New checks the parts of a share: a host without brackets and port, an absolute path, and options as mount(8) has
+// them. Errors are of kind Invalid and repeat none of the parts.
 func New(kind Kind, host, folder, options string) (Share, error) {
 	if addr, err := netip.ParseAddr(host); (err != nil || addr.Zone() != "") && !hostName.MatchString(host) {
 		return Share{}, invalid("names no host of a file server")
@@ -121,8 +121,8 @@ func (s Share) source() string {
 	return s.host + ":" + s.path
 }
 
-// mountOptions are the options without the version. Each call of a soft mount ends. retry=0, because a mount of a server
-// that does not answer is tried again later by the caller, and mount(8) would only hide the reason.
+// mountOptions are the options without the version. Each call of a soft mount ends. retry=0, because a mount of a
+// server that does not answer is tried again later by the caller, and mount(8) would only hide the reason.
 func (s Share) mountOptions() []string {
 	given := strings.Split(s.options, ",")
 	if s.options == "" {

@@ -51,8 +51,10 @@ func TestSourcesOfShares(t *testing.T) {
 		{NFS, "192.0.2.1", "/a/", "192.0.2.1:/a"}, {NFS, "2001:db8::1", "/a", "[2001:db8::1]:/a"},
 		{NFS, "server", "/my exports", "server:/my exports"},
 		{CIFS, "server", "/share", "//server/share"}, {CIFS, "192.0.2.1", "/share/a b/c/", "//192.0.2.1/share/a b/c"},
-		{NFS, "", "/a", ""}, {NFS, "-server", "/a", ""}, {NFS, "a,b", "/a", ""}, {NFS, "a b", "/a", ""}, {NFS, "fe80::1%a", "/a", ""},
-		{NFS, "UUID=a", "/a", ""}, {NFS, strings.Repeat("a", 300), "/a", ""}, {NFS, "server", "", ""}, {NFS, "server", "a", ""},
+		{NFS, "", "/a", ""}, {NFS, "-server", "/a", ""}, {NFS, "a,b", "/a", ""}, {NFS, "a b", "/a", ""},
+		{NFS, "fe80::1%a", "/a", ""},
+		{NFS, "UUID=a", "/a", ""}, {NFS, strings.Repeat("a", 300), "/a", ""}, {NFS, "server", "", ""},
+		{NFS, "server", "a", ""},
 		{NFS, "server", "/../a", ""}, {NFS, "server", "/a//b", ""}, {NFS, "server", "/a\n", ""}, {NFS, "server", "/a,b", ""},
 		{CIFS, "server", "/", ""}, {CIFS, "server", `/a\b`, ""}, {CIFS, "server", "/a,suid", ""}, {CIFS, "::1", "/a", ""},
 	} {

@@ -1,19 +1,19 @@
 // Package share is a store on a file server: in an NFS export or an SMB share, which the package mounts itself.
 //
-// Invariants. A mount belongs to one Store, and nothing else reaches the mount: mount(8) mounts the share in a new tmpfs,
-// which no other mount namespace sees; the package opens the root of the share there, compares the file system with the
-// wanted one, and detaches the tmpfs at once. From then on the descriptor of the root is the only way to the share.
-// Therefore an object never lands in the folder below a mount point, no other program unmounts the share under the
-// Store, and the kernel unmounts the share when the descriptor is closed, also with the death of the process. Only a
-// process that dies while it mounts leaves a mount behind: the next one finds the mount in the mount table and detaches
-// it.
+// Invariants. A mount belongs to one Store, and nothing else reaches the mount: mount(8) mounts the share in a new
+// tmpfs, which no other mount namespace sees; the package opens the root of the share there, compares the file system
+// with the wanted one, and detaches the tmpfs at once. From then on the descriptor of the root is the only way to the
+// share. Therefore an object never lands in the folder below a mount point, no other program unmounts the share under
+// the Store, and the kernel unmounts the share when the descriptor is closed, also with the death of the process. Only
+// a process that dies while it mounts leaves a mount behind: the next one finds the mount in the mount table and
+// detaches it.
 //
-// The password of a share is in no command line and no environment: mount.cifs reads it from a file in the tmpfs. Options
-// of a URL are names of a list; nosuid, nodev and noexec come last in any case.
+// The password of a share is in no command line and no environment: mount.cifs reads it from a file in the tmpfs.
+// Options of a URL are names of a list; nosuid, nodev and noexec come last in any case.
 //
 // The package starts no goroutines. System calls on a share hang while the server does not answer, so callers use a
-// Store behind package bounded, which also ends Open: a child process and the open of the root have deadlines or hang in
-// the abandoned call alone.
+// Store behind package bounded, which also ends Open: a child process and the open of the root have deadlines or hang
+// in the abandoned call alone.
 package share
 
 import (

@@ -44,7 +44,8 @@ func newWorld(t *testing.T, script string) *world {
 	t.Cleanup(func() { must(t, unix.Unmount(w.server, unix.MNT_DETACH)) })
 	bin := filepath.Join(root, "bin")
 	must(t, os.Mkdir(bin, 0o700))
-	program := fmt.Sprintf("#!/bin/sh\nserver=%s log=%s options=$4 point=$6\necho \"$*\" >>$log\nenv >>$log\nPATH=/usr/bin:/bin\n%s\n",
+	program := fmt.Sprintf("#!/bin/sh\nserver=%s log=%s options=$4 point=$6\n"+
+		"echo \"$*\" >>$log\nenv >>$log\nPATH=/usr/bin:/bin\n%s\n",
 		w.server, w.log, script)
 	must(t, os.WriteFile(filepath.Join(bin, "mount"), []byte(program), 0o700))
 	t.Setenv("PATH", bin)
@@ -96,8 +97,8 @@ func TestShareKeepsTheContract(t *testing.T) {
 	targettest.Run(t, func(t *testing.T) target.Store { return newWorld(t, bind).open(t, newShare(t, NFS, "")) })
 }
 
-// TestMountIsTheStoresAlone: after Open the node has no mount of the share, and the store reaches the share until Close,
-// whatever others close and unmount.
+// TestMountIsTheStoresAlone: after Open the node has no mount of the share, and the store reaches the share until
+// Close, whatever others close and unmount.
 func TestMountIsTheStoresAlone(t *testing.T) {
 	w := newWorld(t, bind)
 	second := w.open(t, newShare(t, NFS, ""))
@@ -131,8 +132,8 @@ func TestShareThatIsNotMountedIsRefused(t *testing.T) {
 	w.mustBeClean(t)
 }
 
-// TestVersionsOfNFSAreTriedInTurn: Open mounts an export in the newest version that the server has, or in the version of
-// the URL alone.
+// TestVersionsOfNFSAreTriedInTurn: Open mounts an export in the newest version that the server has, or in the version
+// of the URL alone.
 func TestVersionsOfNFSAreTriedInTurn(t *testing.T) {
 	w := newWorld(t, `case $options in *vers=4.2*) echo mount.nfs: Protocol not supported; exit 32;; esac; `+bind)
 	w.open(t, newShare(t, NFS, ""))
@@ -210,7 +211,8 @@ func TestMountThatHangsEndsWithTheContext(t *testing.T) {
 		t.Errorf("open: %v", err)
 	}
 	// The helper is a child of nobody here: its reaper may be slow, but the helper sleeps no more.
-	if state, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", <-pid)); err == nil && strings.Contains(string(state), ") S ") {
+	state, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", <-pid))
+	if err == nil && strings.Contains(string(state), ") S ") {
 		t.Errorf("the helper still runs: %s", state)
 	}
 	w.mustBeClean(t)
@@ -234,7 +236,8 @@ func TestMountsOfADeadProcessAreDetached(t *testing.T) {
 
 // TestMissingToolsAreNamed: an error of a node without mount tools names the package to install.
 func TestMissingToolsAreNamed(t *testing.T) {
-	w := newWorld(t, `echo "mount: $point: bad option; for several filesystems (e.g. nfs, cifs) you might need a /sbin/mount.<type> helper program." >&2; exit 32`)
+	w := newWorld(t, `echo "mount: $point: bad option; for several filesystems (e.g. nfs, cifs) you might" >&2
+echo "need a /sbin/mount.<type> helper program." >&2; exit 32`)
 	for kind, want := range map[Kind]string{NFS: "nfs-common", CIFS: "cifs-utils"} {
 		_, err := w.mounts.Open(t.Context(), newShare(t, kind, ""), Credentials{})
 		if !api.Is(err, api.Unsupported) || !strings.Contains(err.Error(), want) {

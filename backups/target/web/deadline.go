@@ -8,8 +8,8 @@ import (
 // slowLine is the slowest line, in bytes per second, on which a transfer meets its deadline.
 const slowLine = 128 << 10
 
-// Deadline ends the context of an operation that takes too long: some answer times for the tries of the library, and the
-// time that the bytes need on a slow line.
+// Deadline ends the context of an operation that takes too long: some answer times for the tries of the library, and
+// the time that the bytes need on a slow line.
 type Deadline struct {
 	Ctx    context.Context
 	answer time.Duration

@@ -1,8 +1,8 @@
 // Package web has what the stores behind HTTP share: the network settings of a target, secrets that no text shows,
 // deadlines of operations, and limits around the libraries.
 //
-// The package never reads the environment. It starts no goroutines; the HTTP transport keeps goroutines for connections,
-// which end with the request, or with CloseIdleConnections for idle connections.
+// The package never reads the environment. It starts no goroutines; the HTTP transport keeps goroutines for
+// connections, which end with the request, or with CloseIdleConnections for idle connections.
 package web
 
 import (
