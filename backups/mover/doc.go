@@ -1,7 +1,8 @@
 // Package mover copies volumes and images into a repository, and back.
 //
 // Backup reads the chunks that changed since a base, stores those that the repository lacks, writes the manifest, and
-// commits with one snapshot. Restore writes all chunks of a backup into a sink.
+// commits with one snapshot. Restore writes all chunks of a backup into a sink. Copy copies the blobs of a backup into
+// another repository.
 //
 // Invariants:
 //
@@ -10,7 +11,7 @@
 //     file, and every blob that its base has. A damaged base is the concern of verification.
 //   - A chunk whose digest the source knows, and whose blob the repository has, is neither read nor hashed.
 //
-// Goroutines: Backup and Restore wait for all that they start. A Progress is the only state that outlives a call.
+// Goroutines: Backup, Copy and Restore wait for all that they start. A Progress is the only state that outlives a call.
 package mover
 
 import (
