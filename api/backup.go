@@ -34,8 +34,8 @@ const (
 // Backup is the content of a volume at an instant, in the store of a BackupTarget. Spec: written by the client that
 // wants the backup, or by the node role for a backup found in a store; spec.source by the controller role. Status: by
 // the controller role while spec.source and spec.snapshotID are empty; then by the node role of spec.source.node until
-// the backup is Completed or has an Error; from then on, and for backups with spec.snapshotID, by the node role of the
-// target's owner. Labels: LabelVolume, LabelBackupTarget. Finalizer: Finalizer, removed when the store has no trace of
+// the backup is Completed or has an Error; from then on, and for backups with spec.snapshotID or spec.copyOf, by the
+// node role of the target's owner; of a copy without a target by the controller role. Labels: LabelVolume, LabelBackupTarget. Finalizer: Finalizer, removed when the store has no trace of
 // the backup. The backup outlives its volume and its snapshot.
 //
 // +kubebuilder:object:root=true
@@ -63,6 +63,8 @@ type Backup struct {
 // +kubebuilder:validation:XValidation:rule="has(self.snapshotName) && size(self.snapshotName) > 0 ? has(oldSelf.snapshotName) && self.snapshotName == oldSelf.snapshotName : !has(oldSelf.snapshotName) || size(oldSelf.snapshotName) == 0",message="snapshotName cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.snapshotID) && size(self.snapshotID) > 0 ? has(oldSelf.snapshotID) && self.snapshotID == oldSelf.snapshotID : !has(oldSelf.snapshotID) || size(oldSelf.snapshotID) == 0",message="snapshotID cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.backupMode) && size(self.backupMode) > 0 ? has(oldSelf.backupMode) && self.backupMode == oldSelf.backupMode : !has(oldSelf.backupMode) || size(oldSelf.backupMode) == 0",message="backupMode cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.copyOf) && size(self.copyOf) > 0 ? has(oldSelf.copyOf) && self.copyOf == oldSelf.copyOf : !has(oldSelf.copyOf) || size(oldSelf.copyOf) == 0",message="copyOf cannot change"
+// +kubebuilder:validation:XValidation:rule="!has(self.copyOf) || size(self.copyOf) == 0 || !has(self.source) && (!has(self.snapshotName) || size(self.snapshotName) == 0) && (!has(self.snapshotID) || size(self.snapshotID) == 0)",message="a copy has neither a source nor a snapshot"
 // +kubebuilder:validation:XValidation:rule="has(self.labels) && size(self.labels) > 0 ? has(oldSelf.labels) && self.labels == oldSelf.labels : !has(oldSelf.labels) || size(oldSelf.labels) == 0",message="labels cannot change: the store has them already"
 type BackupSpec struct {
 	// BackupTargetName is the BackupTarget of the backup.
@@ -85,6 +87,9 @@ type BackupSpec struct {
 	// Labels are kept in the store with the backup.
 	// +kubebuilder:validation:MaxProperties=64
 	Labels map[string]string `json:"labels,omitempty"`
+	// CopyOf is a completed Backup of the same volume in another target, which the backup is a copy of.
+	// +kubebuilder:validation:MaxLength=128
+	CopyOf string `json:"copyOf,omitempty"`
 	// Source is the replica whose node makes the backup: written by the controller role.
 	Source *ExportFact `json:"source,omitempty"`
 	// SnapshotID is the backup's snapshot in the repository: the object stands for a backup that was found in the store.
@@ -165,6 +170,12 @@ var (
 	_ StoredBackup = (*Backup)(nil)
 	_ StoredBackup = (*BackupBackingImage)(nil)
 )
+
+// IsCopy reports whether a backup copies another target's backup.
+func IsCopy(b StoredBackup) bool {
+	o, is := b.(*Backup)
+	return is && o.Spec.CopyOf != ""
+}
 
 func hasEnded(b StoredBackup) bool {
 	s := b.Common()

@@ -74,9 +74,9 @@ func completeBackup(t *testing.T, name string) *api.Backup {
 	t.Helper()
 	b := &api.Backup{}
 	must(t, store.Get(t.Context(), client.ObjectKey{Name: name}, b))
-	b.Status = api.BackupStatus{State: api.BackupCompleted, SnapshotID: strings.Repeat("a", 64), VolumeSize: 64 << 20,
-		SnapshotCreatedAt: cutTime, URL: api.BackupURL("file:///"+b.Target(), b.Name, b.Spec.Volume),
-		VolumeBackingImageName: "golden"}
+	b.Status = api.BackupStatus{VolumeSize: 64 << 20, SnapshotCreatedAt: cutTime, VolumeBackingImageName: "golden",
+		CommonBackupStatus: api.CommonBackupStatus{State: api.BackupCompleted, SnapshotID: strings.Repeat("a", 64),
+			URL: api.BackupURL("file:///"+b.Target(), b.Name, b.Spec.Volume)}}
 	must(t, store.Status().Update(t.Context(), b))
 	return b
 }

@@ -2,8 +2,8 @@
 // spec.source names its node, and is the only writer of their status until they end. A content says which layers a
 // backup reads, and describes them; all else is the same for both kinds.
 //
-// An unfinished backup that a user deletes leaves neither a snapshot in the repository nor a hold on the disk. Below lies
-// targets, which looks after BackupTargets and ended backups.
+// An unfinished backup that a user deletes leaves neither a snapshot in the repository nor a hold on the disk. Below lie
+// targets, which looks after BackupTargets and ended backups, and copies, which makes the Backups with spec.copyOf.
 //
 // Invariants:
 //
@@ -17,6 +17,7 @@
 //
 // Memory: the backups of a node fill packs in Options.Memory (256 MiB) together. With the two places of the default
 // setting, a backup has 4 packs of 32 MiB; with more places, the packs are smaller, of at least 4 MiB (16 places).
+// A copy has 64 MiB besides.
 // Besides, each backup has a buffer of 2 MiB for each of its workers: two for each processor, at most 16 (32 MiB).
 //
 // Goroutines: the reconciler and the collector are the manager's. Works run in goroutines of the workSet, a Runnable of

@@ -3,11 +3,7 @@ package host
 import (
 	"context"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"sigs.k8s.io/controller-runtime/pkg/client"
-
 	"drover.io/drover/api"
-	"drover.io/drover/api/await"
 	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
@@ -76,18 +72,5 @@ func (d *removal) deleteSnapshots(ctx context.Context) error {
 			return err
 		}
 	}
-	return d.requestSweep(ctx, opened.Target)
-}
-
-// requestSweep asks the owner of the target to free the space of what the backup uploaded.
-func (d *removal) requestSweep(ctx context.Context, target *api.BackupTarget) error {
-	_, err := await.EditStatus(ctx, d.Client, target.Name, func(t *api.BackupTarget) (bool, error) {
-		if t.UID != target.UID {
-			return false, nil
-		}
-		now := metav1.Now() // later than an earlier request, which a sweep that runs now may end
-		t.Status.SweepRequested = &now
-		return true, nil
-	})
-	return client.IgnoreNotFound(err)
+	return targets.RequestSweep(ctx, d.Client, opened.Target)
 }

@@ -1,6 +1,8 @@
 package host
 
 import (
+	"time"
+
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -13,16 +15,21 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/backups/host/copies"
 	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/block"
 )
 
-// Setup adds the maker of a node's backups to a manager. disks finds a disk of the node by its UID.
+// Setup adds the maker of a node's backups, and the reconciler of copies, to a manager. disks finds a disk of the node by its UID.
 func Setup(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDisk, error),
 	repositories *targets.Repositories, o Options) error {
 	o = o.withDefaults()
 	m := &maker{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, disks: disks, repositories: repositories,
 		opts: o, events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backups"), works: newWorkSet()}
+	if err := copies.Setup(mgr, node, repositories, copies.Options{Log: o.Log, Version: o.Version, Memory: o.Memory,
+		RetryMin: o.RetryMin, RetryMax: o.RetryMax, ProgressEvery: o.ProgressEvery, Now: time.Now}); err != nil {
+		return err
+	}
 	if err := mgr.Add(m.works); err != nil {
 		return err
 	}

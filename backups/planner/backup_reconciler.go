@@ -123,6 +123,8 @@ func (r *backupReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 		return r.deleteExpired(ctx, b)
 	case b.Ended():
 		return ctrl.Result{}, nil
+	case b.Spec.CopyOf != "":
+		return r.planCopy(ctx, b)
 	case b.Spec.Source != nil:
 		return r.checkSource(ctx, b)
 	}
@@ -174,6 +176,21 @@ func (r *backupReconciler) planSource(ctx context.Context, b *api.Backup) (ctrl.
 		return ctrl.Result{}, ignoreRace(err)
 	}
 	return r.postpone(ctx, b, err)
+}
+
+// planCopy leaves a copy to the owner of its target, and says in the status that a copy without a target waits.
+func (r *backupReconciler) planCopy(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
+	err := validateNames([2]string{"backup", b.Spec.CopyOf}, [2]string{"volume", b.Spec.Volume},
+		[2]string{"backup target", b.Target()})
+	if err != nil {
+		return r.postpone(ctx, b, err)
+	}
+	err = r.live.Get(ctx, client.ObjectKey{Name: b.Target()}, &api.BackupTarget{})
+	if apierrors.IsNotFound(err) {
+		return r.postpone(ctx, b, api.Errorf(api.Unavailable, "backup target %s does not exist: the copy waits until the "+
+			"target is created", b.Target()))
+	}
+	return ctrl.Result{}, err
 }
 
 // postpone says in the status why a backup waits for its source, or cannot be made.
@@ -302,12 +319,13 @@ func (r *backupReconciler) planDeletion(ctx context.Context, b api.StoredBackup)
 	}
 	node, _ := b.SourceDisk()
 	switch {
-	case node == "" && b.FoundSnapshot() == "" && b.Common().SnapshotID == "": // the store has no trace
-	case !b.Ended():
+	case !api.IsCopy(b) && node == "" && b.FoundSnapshot() == "" && b.Common().SnapshotID == "":
+		// the store has no trace
+	case !api.IsCopy(b) && !b.Ended():
 		return r.checkNode(ctx, b)
 	default:
-		// The node role of the target's owner deletes the backup in the store. Without the target, the store keeps the
-		// backup.
+		// The node role of the target's owner deletes the backup, or the copy, in the store. Without the target, the store
+		// keeps the backup.
 		err := r.live.Get(ctx, client.ObjectKey{Name: b.Target()}, &api.BackupTarget{})
 		if err == nil || !apierrors.IsNotFound(err) {
 			return ctrl.Result{}, err

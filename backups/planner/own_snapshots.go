@@ -140,7 +140,7 @@ func findBases(backups []api.Backup, snapshots []api.Snapshot) map[string]bool {
 		b := &backups[i]
 		uid, exists := volumes[b.Status.SnapshotName]
 		stored := b.Spec.SnapshotID+b.Status.SnapshotID != ""
-		if !stored || b.DeletionTimestamp != nil || !exists || uid != b.Status.VolumeUID {
+		if !stored || b.Spec.CopyOf != "" || b.DeletionTimestamp != nil || !exists || uid != b.Status.VolumeUID {
 			continue
 		}
 		if last := newest[b.Target()]; last == nil || cutAt(b).After(cutAt(last)) {

@@ -21,8 +21,8 @@ import (
 
 func (a *app) backupCommand() *cobra.Command {
 	c := groupCommand("backup", "The content of volumes and images in a store outside of the cluster", "backups", "bak")
-	c.AddCommand(a.backupCreate(), a.backupList(), a.backupShow(), a.backupRestore(), a.backupDelete(), a.backupVolumes(),
-		a.backupImages())
+	c.AddCommand(a.backupCreate(), a.backupCopy(), a.backupList(), a.backupShow(), a.backupRestore(), a.backupDelete(),
+		a.backupVolumes(), a.backupImages())
 	return c
 }
 
@@ -114,8 +114,8 @@ func (f *backupFlags) newBackup(ctx context.Context, c client.Client, volume str
 	if err := getTarget(ctx, c, f.target, &t); err != nil {
 		return nil, err
 	}
-	if t.Spec.ReadOnly {
-		return nil, api.Errorf(api.InUse, "target %q is read-only: name another with --target", t.Name)
+	if why := t.ExplainReadOnly(); why != "" {
+		return nil, api.Errorf(api.InUse, "target %q %s", t.Name, why)
 	}
 	b := &api.Backup{Spec: api.BackupSpec{BackupTargetName: t.Name, Volume: volume, SnapshotName: f.snapshot,
 		BackupMode: api.BackupIncremental, Labels: f.labels}}
@@ -307,7 +307,8 @@ func describeBackup(w io.Writer, b *api.Backup) {
 	if b.Spec.Source != nil {
 		node = cmp.Or(node, b.Spec.Source.Node)
 	}
-	printFields(w, "Name", b.Name, "Volume", b.Spec.Volume, "Target", b.Target(), "State", string(s.State),
+	printFields(w, "Name", b.Name, "Volume", b.Spec.Volume, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
+		"State", string(s.State),
 		"Message", s.Message, "Progress", progress, "Attempts", attempts, "Mode", backupMode(b), "Snapshot", snapshot,
 		"Ended", s.BackupCreatedAt, "Size", someBytes(s.VolumeSize), "Uploaded", uploaded,
 		"Image", s.VolumeBackingImageName, "Labels", joinLabels(labels), "Node", node, "restic snapshot",
@@ -362,6 +363,9 @@ func deleteBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b
 	if err := getObject(ctx, c, "backup", name, b); err != nil {
 		return err
 	}
+	if err := refuseLonghorn(ctx, c, b); err != nil {
+		return err
+	}
 	uid := b.GetUID()
 	if err := c.Delete(ctx, b, client.Preconditions{UID: &uid}); client.IgnoreNotFound(err) != nil {
 		return explain(ctx, err)
@@ -381,4 +385,17 @@ func deleteBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b
 		told = why
 		return why
 	})
+}
+
+// refuseLonghorn refuses to delete a backup that would come back, because Drover deletes nothing in a store of Longhorn.
+func refuseLonghorn(ctx context.Context, c client.Client, b api.StoredBackup) error {
+	var t api.BackupTarget
+	if err := c.Get(ctx, client.ObjectKey{Name: b.Target()}, &t); err != nil {
+		return explain(ctx, client.IgnoreNotFound(err))
+	}
+	if t.Status.Format != api.FormatLonghorn || b.Common().SnapshotID == "" {
+		return nil
+	}
+	return api.Errorf(api.InUse, "backup %q lies in a store of Longhorn, in which Drover deletes nothing: delete the backup "+
+		"with Longhorn, or forget all backups of the store with `drover target delete --force %s`", b.GetName(), t.Name)
 }

@@ -75,7 +75,7 @@ func (a *app) targetCreate() *cobra.Command {
 					return err
 				}
 				result = fmt.Sprintf("target %q is available, in %s", name, seconds(time.Since(began)))
-				if !t.Status.Encrypted {
+				if !t.Status.Encrypted && t.Status.Format != api.FormatLonghorn {
 					fmt.Fprintf(cmd.ErrOrStderr(), "target %q has the published password: every reader of the store can read the "+
 						"backups\n", name)
 				}
@@ -290,6 +290,8 @@ func describeTarget(w io.Writer, t *api.BackupTarget) {
 	switch {
 	case s.Encrypted:
 		encrypted = "yes"
+	case s.Format == api.FormatLonghorn:
+		encrypted = "no: Longhorn does not encrypt backups"
 	case s.RepositoryID != "":
 		encrypted = "no: every reader of the store can read the backups, because the password is published"
 	}
@@ -305,7 +307,7 @@ func describeTarget(w io.Writer, t *api.BackupTarget) {
 		searched += ", last " + last + " ago"
 	}
 	printFields(w, "Name", t.Name, "URL", t.Spec.BackupTargetURL, "Available", fmt.Sprint(s.Available),
-		"Message", s.Message, "Encrypted", encrypted, "Secret", secret, "Read-only", fmt.Sprint(t.Spec.ReadOnly),
+		"Message", s.Message, "Format", s.Format, "Encrypted", encrypted, "Secret", secret, "Read-only", fmt.Sprint(t.ExplainReadOnly() != ""),
 		"Searched", searched, "Backups", fmt.Sprint(s.Backups), "Sweep", sweepText(&s), "Repository", s.RepositoryID,
 		"Node", s.OwnerID)
 	printConditions(w, s.Conditions)

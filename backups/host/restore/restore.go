@@ -1,7 +1,8 @@
 // Package restore opens backups for restores on this node.
 //
 // Invariants: an open backup holds a shared lock of its repository, so no sweep deletes the blobs of the backup, also
-// if a user deletes the backup meanwhile. Only Drover's own backups are opened: a Backup object names the snapshot.
+// if a user deletes the backup meanwhile. A backup in a store of Longhorn has no lock: package longhorn reads it. A
+// Backup object names the snapshot, or the backup of Longhorn.
 //
 // The package has no goroutine of its own; the lock of the repository has one, which Close awaits.
 package restore

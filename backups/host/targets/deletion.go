@@ -38,7 +38,7 @@ func (rec *targetRecord) addTraceless(t *api.BackupTarget, backups []api.StoredB
 		_, known := rec.deleted[b.GetUID()]
 		_, has := snapshotOf(b)
 		node, _ := b.SourceDisk()
-		if known || has || !isToDelete(b) || node != "" && t.Status.RepositoryID != "" {
+		if known || has || !isToDelete(b) || (node != "" || api.IsCopy(b)) && t.Status.RepositoryID != "" {
 			continue
 		}
 		rec.deleted[b.GetUID()] = false

@@ -1,0 +1,252 @@
+package backups_test
+
+import (
+	"bytes"
+	"context"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/longhorn/longhorntest"
+	"drover.io/drover/backups/target"
+	"drover.io/drover/backups/target/folder"
+	"drover.io/drover/driver/kubeapi/apitest"
+)
+
+// newPair is a world with a second target, offsite, whose repository the node makes, as a world of its own.
+func newPair(t *testing.T) (w, offsite *world) {
+	t.Helper()
+	w = newWorld(t)
+	offsite = &world{Server: w.Server}
+	offsite.folder, offsite.store = newFolder(t)
+	offsite.target = &api.BackupTarget{ObjectMeta: apitest.Named("offsite"),
+		Spec: api.BackupTargetSpec{BackupTargetURL: "file://" + offsite.folder}}
+	w.opts.Targets.OpenStore = openPair(w, offsite)
+	w.Create(offsite.target)
+	return w, offsite
+}
+
+func newFolder(t *testing.T) (string, *hookedStore) {
+	t.Helper()
+	dir := t.TempDir()
+	s, err := folder.Open(t.Context(), dir)
+	must(t, err)
+	return dir, &hookedStore{Store: s}
+}
+
+func openPair(worlds ...*world) func(context.Context, string, map[string][]byte) (target.Store, error) {
+	return func(_ context.Context, url string, _ map[string][]byte) (target.Store, error) {
+		for _, w := range worlds {
+			if url == "file://"+w.folder {
+				return w.store, nil
+			}
+		}
+		return nil, api.Errorf(api.Unavailable, "%s: is not there", url)
+	}
+}
+
+// awaitAvailable waits until a node can use the target.
+func (w *world) awaitAvailable(name string) *api.BackupTarget {
+	w.T.Helper()
+	t := &api.BackupTarget{ObjectMeta: apitest.Named(name)}
+	return apitest.Await(w.Server, t, &api.BackupTargetList{}, "available",
+		func(t *api.BackupTarget) bool { return t.Status.Available })
+}
+
+// newCopy creates a copy, as the controller role leaves it to the node.
+func (w *world) newCopy(name, of, volume, to string) *api.Backup {
+	w.T.Helper()
+	b := &api.Backup{ObjectMeta: apitest.Named(name), Spec: api.BackupSpec{Volume: volume, BackupTargetName: to, CopyOf: of}}
+	b.Finalizers = []string{api.Finalizer}
+	w.Create(b)
+	return b
+}
+
+// TestBackupIsCopiedToAnotherTarget: the copy has the content and the facts of its origin and a URL of its own, is
+// restored, and outlives its origin. A second copy uploads no data.
+func TestBackupIsCopiedToAnotherTarget(t *testing.T) {
+	w, offsite := newPair(t)
+	v := w.newVolume("v", 6*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)},
+		map[int64][]byte{chunk: randomBytes(2, 8<<10)})
+	w.start(nil)
+	w.awaitAvailable("offsite")
+	first, second := w.newBackup("first", v, 0), w.newBackup("second", v, 1)
+	early := w.newCopy("early", "second", "v", "offsite") // waits until its origin is completed
+	w.awaitState(first, api.BackupCompleted)
+	w.awaitState(second, api.BackupCompleted)
+	w.awaitState(early, api.BackupCompleted)
+	w.awaitEvent(early, "Normal", "BackupCompleted")
+	s, o := early.Status, second.Status
+	if s.SnapshotUID != o.SnapshotUID || s.VolumeUID != v.uid || s.SnapshotCreatedAt != o.SnapshotCreatedAt ||
+		s.VolumeSize != v.size || s.BackupMode != o.BackupMode || s.Labels["of"] != "second" || s.OwnerID != nodeName ||
+		s.NewlyUploadDataSize < 2*chunk || s.URL != api.BackupURL("file://"+offsite.folder, "early", "v") ||
+		s.SnapshotID == o.SnapshotID {
+		t.Errorf("status %+v\norigin %+v", s, o)
+	}
+	w.Delete(second)
+	w.AwaitDeleted(second, &api.BackupList{})
+	offsite.check(1)
+	offsite.compare(early, v, 1)
+	open, err := w.open(t.Context(), s.URL)
+	must(t, err)
+	sink := &memorySink{got: make([]byte, v.size)}
+	must(t, open.Restore(t.Context(), sink))
+	must(t, open.Close())
+	if !bytes.Equal(sink.got, v.contents[1]) {
+		t.Error("the copy is restored with other bytes")
+	}
+
+	again := w.newCopy("again", "first", "v", "offsite")
+	w.awaitState(again, api.BackupCompleted)
+	if n := again.Status.NewlyUploadDataSize; n < chunk || n > chunk+64<<10 { // the whole chunk that became fragments
+		t.Errorf("the second copy uploaded %d bytes", n)
+	}
+	offsite.compare(again, v, 0)
+	offsite.check(2)
+}
+
+// TestWrongCopiesHaveAnError: a copy into the same target, of a missing backup, of another volume, or into Longhorn's
+// store ends at once.
+func TestWrongCopiesHaveAnError(t *testing.T) {
+	w, offsite := newPair(t)
+	old := &world{Server: w.Server}
+	old.folder, old.store = newFolder(t)
+	longhorntest.AddBackup(t, old.store, longhorntest.Backup{Volume: "pvc", Name: "backup-1", Size: 12 << 20,
+		BlockSize: 2 << 20, Method: "lz4"})
+	w.opts.Targets.OpenStore = openPair(w, offsite, old)
+	w.Create(&api.BackupTarget{ObjectMeta: apitest.Named("old"),
+		Spec: api.BackupTargetSpec{BackupTargetURL: "file://" + old.folder}})
+	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, chunk)})
+	w.start(nil)
+	w.awaitAvailable("offsite")
+	w.awaitAvailable("old")
+	b := w.newBackup("b", v, 0)
+	w.awaitState(b, api.BackupCompleted)
+	for _, c := range []struct{ name, of, volume, to, message string }{
+		{"same", "b", "v", "default", "lies in target default already"},
+		{"missing", "nothing", "v", "offsite", "does not exist any more"},
+		{"volume", "b", "other", "offsite", "is of volume v, not of volume other"},
+		{"longhorn", "b", "v", "old", "Longhorn"},
+	} {
+		copied := w.newCopy(c.name, c.of, c.volume, c.to)
+		w.awaitState(copied, api.BackupError)
+		if !strings.Contains(copied.Status.Message, c.message) {
+			t.Errorf("%s: %s", c.name, copied.Status.Message)
+		}
+		w.Delete(copied)
+		w.AwaitDeleted(copied, &api.BackupList{})
+	}
+	offsite.check(0)
+}
+
+// TestKilledCopyContinues: a process that ends between the snapshot in the repository and the status does not make the
+// next one upload, or save a second snapshot.
+func TestKilledCopyContinues(t *testing.T) {
+	w, offsite := newPair(t)
+	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)})
+	w.start(nil)
+	w.awaitAvailable("offsite")
+	b := w.newBackup("b", v, 0)
+	w.awaitState(b, api.BackupCompleted)
+	w.stop()
+	w.startUntilCompleted()
+	c := w.newCopy("c", "b", "v", "offsite")
+	w.killed(c)
+	offsite.store.set(func(_ context.Context, operation, name string) error {
+		if operation == "put" && !strings.HasPrefix(name, "locks/") {
+			t.Errorf("the second process writes %s", name)
+		}
+		return nil
+	}, nil)
+	w.start(nil)
+	w.awaitState(c, api.BackupCompleted)
+	if s := c.Status; s.NewlyUploadDataSize < 2*chunk || s.VolumeSize != v.size {
+		t.Errorf("status %+v", s)
+	}
+	offsite.check(1)
+	offsite.compare(c, v, 0)
+}
+
+// TestCopyIsDeletedWhileItRuns: neither a snapshot nor a lock stays in either repository.
+func TestCopyIsDeletedWhileItRuns(t *testing.T) {
+	for _, c := range []struct{ operation, prefix string }{{"put", "data/"}, {"put", "snapshots/"}} {
+		t.Run(c.prefix, func(t *testing.T) {
+			w, offsite := newPair(t)
+			v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)})
+			w.start(nil)
+			w.awaitAvailable("offsite")
+			b := w.newBackup("b", v, 0)
+			w.awaitState(b, api.BackupCompleted)
+			g := newGate(c.operation, c.prefix)
+			offsite.store.set(g.hook, nil)
+			copied := w.newCopy("copied", "b", "v", "offsite")
+			w.receive(g.reached, "the copy uploads")
+			w.Delete(copied)
+			w.AwaitDeleted(copied, &api.BackupList{})
+			offsite.check(0)
+			w.check(1)
+		})
+	}
+}
+
+// TestLonghornBackupsAreRestoredAndCopied: a backup of Longhorn is restored by its URL, and copied into a repository,
+// where restic reads the content. Longhorn's store does not change.
+func TestLonghornBackupsAreRestoredAndCopied(t *testing.T) {
+	w, offsite := newPair(t)
+	old := &world{Server: w.Server}
+	old.folder, old.store = newFolder(t)
+	v := &volume{name: "pvc-1", size: 20 << 20}
+	content := make([]byte, v.size)
+	block := randomBytes(3, 16<<20)
+	clear(block[5<<20 : 9<<20])
+	copy(content, block)
+	v.contents = [][]byte{content}
+	longhorntest.AddBackup(t, old.store, longhorntest.Backup{Volume: v.name, Name: "backup-1", Size: v.size,
+		BlockSize: 16 << 20, Method: "lz4", Image: "golden", Blocks: map[int64][]byte{0: block}})
+	before := filesOf(t, old.folder)
+	w.opts.Targets.OpenStore = openPair(w, offsite, old)
+	w.Create(&api.BackupTarget{ObjectMeta: apitest.Named("old"),
+		Spec: api.BackupTargetSpec{BackupTargetURL: "file://" + old.folder}})
+	w.start(nil)
+	w.awaitAvailable("offsite")
+	w.awaitAvailable("old")
+	found := &api.Backup{ObjectMeta: apitest.Named("backup-1")}
+	w.awaitState(found, api.BackupCompleted)
+	open, err := w.open(t.Context(), found.Status.URL)
+	must(t, err)
+	sink := &memorySink{got: make([]byte, v.size)}
+	must(t, open.Restore(t.Context(), sink))
+	must(t, open.Close())
+	if !bytes.Equal(sink.got, content) {
+		t.Error("Longhorn's backup is restored with other bytes")
+	}
+	c := w.newCopy("moved", "backup-1", v.name, "offsite")
+	w.awaitState(c, api.BackupCompleted)
+	if s := c.Status; s.VolumeSize != v.size || s.SnapshotName != "snap-of-backup-1" || s.VolumeBackingImageName != "golden" ||
+		s.NewlyUploadDataSize < 10<<20 || s.NewlyUploadDataSize > 13<<20 {
+		t.Errorf("status %+v", s)
+	}
+	offsite.check(1)
+	offsite.compare(c, v, 0)
+	if after := filesOf(t, old.folder); len(after) != len(before) {
+		t.Errorf("Longhorn's store has other files: %v, before %v", after, before)
+	}
+}
+
+// filesOf are the files below a folder.
+func filesOf(t *testing.T, dir string) (files []string) {
+	t.Helper()
+	must(t, filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && !d.IsDir() {
+			files = append(files, path)
+		}
+		return err
+	}))
+	if _, err := os.Stat(filepath.Join(dir, "config")); err == nil {
+		t.Error("the store has a config")
+	}
+	return files
+}

@@ -1,0 +1,252 @@
+package copies
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/backups/manifest"
+	"drover.io/drover/backups/mover"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/tags"
+	"drover.io/drover/block"
+)
+
+// Shares of a copy in Options.Memory.
+const (
+	memoryShare = 4
+	packs       = 4
+	leastPack   = 4 << 20
+	readers     = 4 // chunks of a backup of Longhorn that are read at once
+)
+
+// outcome is the result of a work.
+type outcome struct {
+	snapshot blob.ID
+	facts    tags.Facts
+	url      string // of the target
+	err      error
+}
+
+// attempt makes a copy.
+type attempt struct {
+	*reconciler
+	b, origin *api.Backup
+	again     bool // an earlier attempt may have a snapshot in the repository
+	progress  *mover.Progress
+}
+
+func (a *attempt) run(ctx context.Context) (o outcome) {
+	o.err = a.copy(ctx, &o)
+	return o
+}
+
+func (a *attempt) copy(ctx context.Context, o *outcome) error {
+	opened, err := a.openTarget(ctx, a.b)
+	if api.Is(err, api.NotFound) { // a target of the name may come again
+		err = api.Errorf(api.Unavailable, "%w", err)
+	}
+	if err != nil {
+		return err
+	}
+	defer opened.Close()
+	o.url = opened.Target.Spec.BackupTargetURL
+	if a.again {
+		if found, err := a.adopt(ctx, opened.Repository, o); found || err != nil {
+			return err
+		}
+	}
+	id, err := blob.Parse(a.origin.Status.SnapshotID)
+	if err != nil {
+		return err
+	}
+	format, err := a.repositories.Format(ctx, a.origin.Target())
+	if err != nil {
+		return err
+	}
+	var result mover.Result
+	if format == api.FormatLonghorn {
+		result, err = a.copyLonghorn(ctx, id, opened.Repository, o)
+	} else {
+		result, err = a.copyRepository(ctx, id, opened.Repository, o)
+	}
+	if err != nil {
+		return err // the next attempt looks for a snapshot that could not be deleted
+	}
+	copyBytes.WithLabelValues("read").Add(float64(result.Read))
+	copyBytes.WithLabelValues("uploaded").Add(float64(result.StoredBytes))
+	o.snapshot = result.Snapshot
+	return nil
+}
+
+// openTarget opens the repository of a copy's target for a write; the caller closes it.
+func (r *reconciler) openTarget(ctx context.Context, b *api.Backup) (*targets.Opened, error) {
+	format, err := r.repositories.Format(ctx, b.Target())
+	if err == nil && format == api.FormatLonghorn {
+		return nil, api.Errorf(api.Invalid, "backup target %s: is a store of Longhorn, which Drover only reads; name another "+
+			"target", b.Target())
+	}
+	opened, err := r.repositories.Open(ctx, b.Target())
+	switch {
+	case api.Is(err, api.Denied) || api.Is(err, api.Invalid): // a person corrects the target or its Secret
+		return nil, api.Errorf(api.Unavailable, "%w", err)
+	case err != nil:
+		return nil, err
+	case opened.Target.ExplainReadOnly() != "":
+		opened.Close()
+		return nil, api.Errorf(api.Unavailable, "backup target %s: %s", b.Target(), opened.Target.ExplainReadOnly())
+	}
+	return opened, nil
+}
+
+// adopt finds the complete snapshot of an earlier attempt, and deletes other snapshots of the Backup.
+func (a *attempt) adopt(ctx context.Context, r *repo.Repository, o *outcome) (found bool, err error) {
+	list, err := targets.SnapshotsOf(ctx, r, api.UID(a.b.UID))
+	if err != nil {
+		return false, err
+	}
+	for _, s := range list {
+		complete := false
+		if !found {
+			if complete, err = mover.IsComplete(ctx, r, s); err != nil {
+				return false, err
+			}
+		}
+		if complete {
+			found, o.snapshot = true, s.ID
+			o.facts, _ = tags.Parse(s.Tags)
+			continue
+		}
+		if err := r.DeleteSnapshots(ctx, s.ID); err != nil {
+			return false, err
+		}
+	}
+	return found, nil
+}
+
+// writer bounds the packs of the copy.
+func (a *attempt) writer() repo.WriterOptions {
+	memory := a.opts.Memory / memoryShare
+	size := min(max(memory/packs, leastPack), repo.DefaultPackSize)
+	return repo.WriterOptions{PackSize: int(size) / block.Size * block.Size, Memory: max(memory, packs*size)}
+}
+
+// finishFacts makes the facts of the origin those of the copy, and confirms that this node still makes the copy.
+func (a *attempt) finishFacts(ctx context.Context, f *tags.Facts, result mover.Result) ([]string, error) {
+	if f.Volume != a.b.Spec.Volume {
+		return nil, api.Errorf(api.Corrupt, "backup %s: the store names volume %.64q", a.origin.Name, f.Volume)
+	}
+	f.Object, f.Uploaded = api.UID(a.b.UID), result.StoredBytes
+	now := &api.Backup{}
+	if err := a.live.Get(ctx, client.ObjectKeyFromObject(a.b), now); err != nil {
+		return nil, api.Explain(err, "backup %s: read the object before the commit", a.b.Name)
+	}
+	if now.UID != a.b.UID || now.DeletionTimestamp != nil || now.Status.OwnerID != a.node ||
+		now.Status.State != api.BackupInProgress {
+		return nil, api.Errorf(api.Busy, "backup %s: this node does not make the copy any more", a.b.Name)
+	}
+	return f.Tags(), nil
+}
+
+// copyRepository copies the snapshot id of the origin's repository.
+func (a *attempt) copyRepository(ctx context.Context, id blob.ID, to *repo.Repository, o *outcome) (
+	result mover.Result, err error) {
+	from, err := a.repositories.Open(ctx, a.origin.Target())
+	if api.Is(err, api.Denied) || api.Is(err, api.Invalid) { // a person corrects the target or its Secret
+		err = api.Errorf(api.Unavailable, "%w", err)
+	}
+	if err != nil {
+		return result, err
+	}
+	defer from.Close()
+	result, err = mover.Copy(ctx, from.Repository, id, to, mover.CopyOptions{Hostname: a.node,
+		Program: "drover " + a.opts.Version, Writer: a.writer(), Progress: a.progress,
+		Tags: func(ctx context.Context, origin repo.Snapshot, result mover.Result) ([]string, error) {
+			facts, ok := tags.Parse(origin.Tags)
+			if !ok {
+				return nil, api.Errorf(api.Unsupported, "backup %s: its snapshot has no tags of a backup of Drover",
+					a.origin.Name)
+			}
+			o.facts = facts
+			return a.finishFacts(ctx, &o.facts, result)
+		}})
+	if err != nil {
+		return result, api.Errorf(api.KindOf(err), "backup %s in target %s: %w", a.origin.Name, a.origin.Target(), err)
+	}
+	return result, nil
+}
+
+// description is the JSON of a volume of Longhorn, as the description of each backup has it.
+type description struct {
+	Name  string `json:"name"`
+	Image *image `json:"image,omitempty"`
+}
+
+type image struct {
+	Name     string `json:"name"`
+	Checksum string `json:"checksum,omitempty"` // SHA-512 of the source's bytes
+}
+
+// copyLonghorn copies a backup of Longhorn: the mover reads the backup as a volume, and hashes its chunks.
+func (a *attempt) copyLonghorn(ctx context.Context, id blob.ID, to *repo.Repository, o *outcome) (
+	result mover.Result, err error) {
+	from, err := a.repositories.OpenLonghorn(ctx, a.origin.Target(), a.origin.Spec.Volume, id)
+	if err != nil {
+		return result, err
+	}
+	defer func() { err = errors.Join(err, from.Close()) }()
+	o.facts = from.Facts
+	d := description{Name: o.facts.Volume}
+	if o.facts.Image != "" {
+		d.Image = &image{o.facts.Image, from.ImageChecksum}
+	}
+	object, err := json.Marshal(d)
+	if err != nil {
+		return result, err
+	}
+	return mover.Backup(ctx, to, from, mover.BackupOptions{
+		Description: manifest.Description{Kind: manifest.Volume, Name: o.facts.Volume, Object: object},
+		Snapshot: repo.Snapshot{Time: from.Created, Hostname: a.node, Username: "drover",
+			Program: "drover " + a.opts.Version},
+		Tags: func(ctx context.Context, result mover.Result) ([]string, error) {
+			return a.finishFacts(ctx, &o.facts, result)
+		},
+		Workers: readers, Writer: a.writer(), Progress: a.progress})
+}
+
+// removal removes what an unfinished copy left in the repository.
+type removal struct {
+	*reconciler
+	b     *api.Backup
+	begun bool
+}
+
+func (d *removal) run(ctx context.Context) outcome { return outcome{err: d.deleteSnapshots(ctx)} }
+
+func (d *removal) deleteSnapshots(ctx context.Context) error {
+	if !d.begun {
+		return nil
+	}
+	opened, err := d.openTarget(ctx, d.b)
+	if api.Is(err, api.NotFound) || api.Is(err, api.Invalid) { // the store has no trace, or keeps the snapshots
+		return nil
+	} else if err != nil {
+		return err
+	}
+	defer opened.Close()
+	list, err := targets.SnapshotsOf(ctx, opened.Repository, api.UID(d.b.UID))
+	if err != nil {
+		return err
+	}
+	for _, s := range list {
+		if err := opened.Repository.DeleteSnapshots(ctx, s.ID); err != nil {
+			return err
+		}
+	}
+	return targets.RequestSweep(ctx, d.Client, opened.Target)
+}

@@ -1,0 +1,133 @@
+// Package copies makes the Backups with spec.copyOf: it copies backups from one target into another, without reading a
+// volume. The owner of the copy's target (package targets) makes the copy, and is the only writer of its status.
+//
+// Invariants:
+//
+//   - A status is written by Update with the resourceVersion that the decision was made from. Work begins after
+//     InProgress, with the node as ownerID, is in the status; so the next owner knows that the repository may have a
+//     snapshot of the copy, and looks for the snapshot before the next attempt or the deletion.
+//   - Right before the commit, the node reads the Backup again: a node that lost the copy to another owner, or whose
+//     Backup is deleted, commits nothing.
+//   - The origin's repository is locked for the whole copy, so the origin may be deleted meanwhile.
+//   - A store of Longhorn is only read.
+//
+// Memory: a node makes one copy at a time, and fills packs of a quarter of Options.Memory (64 MiB) for the copy.
+//
+// Goroutines: the reconciler is the manager's. Copies run in goroutines of targets.Jobs, a Runnable of the manager.
+//
+// Lock order: reconciler.mu guards the map of works and is a leaf.
+package copies
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"time"
+
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/recorder"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/backlog"
+	"drover.io/drover/api/watch"
+	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/block/semaphore"
+)
+
+// Options of the copies. No field has a default.
+type Options struct {
+	Log     *slog.Logger
+	Version string // of Drover
+	Memory  int64  // bytes of the packs of all backups of the node
+	// RetryMin and RetryMax bound the pause after a failure, which doubles with each failure.
+	RetryMin, RetryMax time.Duration
+	ProgressEvery      time.Duration // between two reports
+	Now                func() time.Time
+}
+
+// copiesAtOnce is how many copies a node makes at once.
+const copiesAtOnce = 1
+
+// reconciler reconciles the copies into targets that the node owns.
+type reconciler struct {
+	client.Client
+	live         client.Reader // without a cache
+	node         string
+	repositories *targets.Repositories
+	jobs         *targets.Jobs
+	opts         Options
+	events       recorder.EventRecorder
+	log          *slog.Logger
+	places       semaphore.Set[struct{}]
+
+	mu    sync.Mutex
+	works map[string]*work // by name of the Backup
+}
+
+// Setup adds the reconciler of a node's copies to a manager.
+func Setup(mgr ctrl.Manager, node string, repositories *targets.Repositories, o Options) error {
+	r := &reconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, repositories: repositories,
+		jobs: targets.NewJobs(), opts: o, events: mgr.GetEventRecorder("drover-node-backups"),
+		log: o.Log.With("loop", "backup-copies"), works: map[string]*work{}}
+	if err := mgr.Add(r.jobs); err != nil {
+		return err
+	}
+	isCopy := predicate.NewPredicateFuncs(func(o client.Object) bool { return o.(*api.Backup).Spec.CopyOf != "" })
+	all := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
+		return r.unfinished(ctx, "")
+	})
+	everyNode := false
+	return ctrl.NewControllerManagedBy(mgr).Named("backup-copies").For(&api.Backup{}, builder.WithPredicates(isCopy)).
+		Watches(&api.Backup{}, handler.EnqueueRequestsFromMapFunc(r.copiesOf), watch.Updates(ended)).
+		Watches(&api.BackupTarget{}, all, watch.Updates(becameAvailable)).
+		Watches(&api.Node{}, all, watch.Updates(returned)).
+		WatchesRawSource(source.Channel(r.jobs.Wake(), handler.EnqueueRequestsFromMapFunc(r.endedAndWaiting))).
+		WithOptions(controller.Options{MaxConcurrentReconciles: 2, NeedLeaderElection: &everyNode, NewQueue: backlog.New}).
+		Complete(r)
+}
+
+// ended reports whether a Backup ended, which copies of it wait for.
+func ended(old, now client.Object) bool {
+	return old.(*api.Backup).Ended() != now.(*api.Backup).Ended()
+}
+
+func becameAvailable(old, now client.Object) bool {
+	return !old.(*api.BackupTarget).Status.Available && now.(*api.BackupTarget).Status.Available
+}
+
+// returned reports whether a silent node is alive again. Silence itself has no event.
+func returned(old, now client.Object) bool {
+	a, b := old.(*api.Node), now.(*api.Node)
+	return b.Status.Heartbeat.Sub(a.Status.Heartbeat.Time) >= a.SilentAfter()
+}
+
+// unfinished requests the unfinished copies of a Backup; "": of all.
+func (r *reconciler) unfinished(ctx context.Context, of string) (requests []reconcile.Request) {
+	var list api.BackupList
+	if err := r.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		r.log.Warn("backups cannot be listed; the waiting copies start later", "err", err)
+		return nil
+	}
+	for i := range list.Items {
+		if b := &list.Items[i]; b.Spec.CopyOf != "" && !b.Ended() && (of == "" || b.Spec.CopyOf == of) {
+			requests = append(requests, watch.Request(b.Name))
+		}
+	}
+	return requests
+}
+
+func (r *reconciler) copiesOf(ctx context.Context, o client.Object) []reconcile.Request {
+	return r.unfinished(ctx, o.GetName())
+}
+
+// endedAndWaiting requests the copy of an ended job, and the copies that wait for its place.
+func (r *reconciler) endedAndWaiting(ctx context.Context, o client.Object) []reconcile.Request {
+	return append(watch.Requests(o.GetName()), r.unfinished(ctx, "")...)
+}

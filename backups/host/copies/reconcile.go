@@ -1,0 +1,350 @@
+package copies
+
+import (
+	"context"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
+	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/backups/mover"
+)
+
+const (
+	mostAttempts = 10 // without progress, before the copy has an Error
+	originRetry  = 30 * time.Second
+)
+
+// work is a job for a copy: an attempt, or the removal of what an unfinished copy left.
+type work struct {
+	object   types.UID // of the Backup
+	removal  bool
+	canceled bool  // the reconciler's alone
+	reached  int64 // bytes that the attempt before was done with
+	progress mover.Progress
+	job      *targets.Job[outcome]
+}
+
+func (r *reconciler) workOf(name string) *work {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.works[name]
+}
+
+// setWork replaces the work of a Backup; nil: none.
+func (r *reconciler) setWork(name string, w *work) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if w == nil {
+		delete(r.works, name)
+		return
+	}
+	r.works[name] = w
+}
+
+// isBegun reports whether the repository may have a snapshot of an unfinished copy.
+func isBegun(b *api.Backup) bool {
+	s := &b.Status
+	return s.Attempts > 0 || s.State == api.BackupInProgress || s.State == api.BackupDeleting
+}
+
+// isMine reports whether the node makes the copy, and when that may change without an event; zero: never.
+func (r *reconciler) isMine(ctx context.Context, b *api.Backup) (mine bool, next time.Time, err error) {
+	if b.Spec.CopyOf == "" || b.Ended() {
+		return false, next, nil
+	}
+	t := &api.BackupTarget{}
+	if err := r.Get(ctx, client.ObjectKey{Name: b.Target()}, t); err != nil {
+		return false, next, client.IgnoreNotFound(err)
+	}
+	var nodes api.NodeList
+	if err := r.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
+		return false, next, api.Explain(err, "list nodes")
+	}
+	owner, next := targets.OwnerOf(t.UID, nodes.Items, r.opts.Now())
+	return owner == r.node, next, nil
+}
+
+// Reconcile compares one copy with its work.
+func (r *reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	b := &api.Backup{}
+	if err := r.Get(ctx, req.NamespacedName, b); client.IgnoreNotFound(err) != nil {
+		return ctrl.Result{}, err
+	}
+	mine, next, err := r.isMine(ctx, b)
+	if err != nil {
+		return ctrl.Result{}, err
+	}
+	w := r.workOf(req.Name)
+	if w != nil && (w.canceled || !mine || w.object != b.UID || w.removal == b.DeletionTimestamp.IsZero()) {
+		w.job.Cancel()
+		w.canceled = true
+		if _, ended := w.job.Result(); !ended {
+			return ctrl.Result{}, nil // the end of the job wakes the reconciler
+		}
+		r.setWork(req.Name, nil)
+		w = nil
+	}
+	if !mine {
+		if next.IsZero() {
+			return ctrl.Result{}, nil
+		}
+		return ctrl.Result{RequeueAfter: max(next.Sub(r.opts.Now()), time.Second)}, nil
+	}
+	if w != nil {
+		return r.followWork(ctx, b, w)
+	}
+	if pause := r.untilRetry(b); pause > 0 {
+		return ctrl.Result{RequeueAfter: pause}, nil
+	}
+	if !b.DeletionTimestamp.IsZero() {
+		return r.beginRemoval(ctx, b)
+	}
+	return r.beginAttempt(ctx, b)
+}
+
+// followWork brings the progress or the outcome of a work into the status.
+func (r *reconciler) followWork(ctx context.Context, b *api.Backup, w *work) (ctrl.Result, error) {
+	result, ended := w.job.Result()
+	old := b.Status.DeepCopy()
+	st := &b.Status
+	st.OwnerID = r.node
+	switch {
+	case !ended && w.removal:
+		return ctrl.Result{}, nil // the end of the job wakes the reconciler
+	case !ended:
+		st.BytesDone, st.BytesTotal = w.progress.Bytes()
+		st.Progress = 0
+		if st.BytesTotal > 0 {
+			st.Progress = int32(100 * min(st.BytesDone, st.BytesTotal) / st.BytesTotal)
+		}
+		_, err := r.putStatus(ctx, b, old)
+		return ctrl.Result{RequeueAfter: r.opts.ProgressEvery}, err
+	case w.removal && result.err == nil: // the work stays until the object is deleted
+		if controllerutil.RemoveFinalizer(b, api.Finalizer) {
+			return ctrl.Result{}, client.IgnoreNotFound(watch.IgnoreConflict(r.Update(ctx, b)))
+		}
+		return ctrl.Result{}, nil
+	case w.removal:
+		st.State, st.Message = api.BackupDeleting, api.ClipMessage(result.err.Error())
+		st.Attempts++
+		r.setNextTry(st)
+	case result.err == nil:
+		r.setCompleted(b, &result)
+	default:
+		r.setFailed(b, w, result.err)
+	}
+	if ok, err := r.putStatus(ctx, b, old); !ok {
+		return ctrl.Result{}, err
+	}
+	r.setWork(b.Name, nil)
+	r.reportEnd(b, &result, w.removal)
+	if b.Ended() {
+		return ctrl.Result{}, nil
+	}
+	return ctrl.Result{RequeueAfter: max(r.untilRetry(b), time.Millisecond)}, nil
+}
+
+// putStatus writes a status if the status differs from old. Nil with ok false says that the Backup changed meanwhile:
+// its event wakes the reconciler.
+func (r *reconciler) putStatus(ctx context.Context, b *api.Backup, old *api.BackupStatus) (ok bool, err error) {
+	if equality.Semantic.DeepEqual(*old, b.Status) {
+		return true, nil
+	}
+	if err := r.Status().Update(ctx, b); err != nil {
+		return false, client.IgnoreNotFound(watch.IgnoreConflict(err))
+	}
+	return true, nil
+}
+
+// untilRetry is the time until the next try of this node.
+func (r *reconciler) untilRetry(b *api.Backup) time.Duration {
+	waits := b.DeletionTimestamp.IsZero() || b.Status.State == api.BackupDeleting
+	if b.Status.NextTry == nil || b.Status.OwnerID != r.node || !waits {
+		return 0
+	}
+	return b.Status.NextTry.Sub(r.opts.Now())
+}
+
+// setNextTry records the time of the next try after st.Attempts failures. The API keeps whole seconds.
+func (r *reconciler) setNextTry(st *api.BackupStatus) {
+	pause := r.opts.RetryMin << min(max(st.Attempts-1, 0), 20)
+	if pause > r.opts.RetryMax || pause <= 0 {
+		pause = r.opts.RetryMax
+	}
+	next := metav1.NewTime(r.opts.Now().Add(pause + time.Second - 1).Truncate(time.Second))
+	st.NextTry = &next
+}
+
+// beginAttempt starts an attempt to make the copy, if the node has a free place and the origin is completed.
+func (r *reconciler) beginAttempt(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
+	st, old := &b.Status, b.Status.DeepCopy()
+	st.OwnerID, st.NextTry = r.node, nil
+	origin, err := r.findOrigin(ctx, b)
+	if api.KindOf(err) == api.Other && err != nil {
+		return ctrl.Result{}, err
+	}
+	release, free := func() {}, false
+	if err == nil {
+		release, free = r.places.TryAcquire(struct{}{}, copiesAtOnce)
+	}
+	switch {
+	case err != nil && isPermanent(err):
+		r.setError(st, err)
+		ok, putErr := r.putStatus(ctx, b, old)
+		if ok {
+			r.reportEnd(b, &outcome{err: err}, false)
+		}
+		return ctrl.Result{}, putErr
+	case !free && err == nil && st.State == api.BackupInProgress: // of a former process, or of another owner
+		return ctrl.Result{RequeueAfter: r.opts.RetryMax}, nil
+	case !free:
+		st.State, st.Message = api.BackupPending, "waits until node "+r.node+" has made another copy"
+		if err != nil {
+			st.Message, st.Attempts = api.ClipMessage(err.Error()), max(st.Attempts, begunAttempts(old))
+		}
+		_, err := r.putStatus(ctx, b, old)
+		return ctrl.Result{RequeueAfter: originRetry}, err // the end of a copy, or of the origin, wakes the reconciler
+	}
+	again := isBegun(b)
+	st.State, st.Message = api.BackupInProgress, ""
+	// Without a change, too: the write finds out whether the cache is behind, and the copy has ended.
+	if err := r.Status().Update(ctx, b); err != nil {
+		release()
+		return ctrl.Result{}, client.IgnoreNotFound(watch.IgnoreConflict(err))
+	}
+	w := &work{object: b.UID, reached: old.BytesDone}
+	a := &attempt{reconciler: r, b: b.DeepCopy(), origin: origin, again: again, progress: &w.progress}
+	w.job = targets.StartJob(ctx, r.jobs, b.Name, "copy", func(ctx context.Context) outcome {
+		copiesRunning.Inc()
+		defer copiesRunning.Dec()
+		defer release()
+		return a.run(ctx)
+	})
+	if w.job == nil { // an earlier job of the name has not ended, and wakes the reconciler
+		release()
+		return ctrl.Result{RequeueAfter: time.Second}, nil
+	}
+	r.setWork(b.Name, w)
+	return ctrl.Result{RequeueAfter: r.opts.ProgressEvery}, nil
+}
+
+// begunAttempts keeps isBegun true for a copy that waits again.
+func begunAttempts(old *api.BackupStatus) int32 {
+	if old.State == api.BackupInProgress {
+		return 1
+	}
+	return 0
+}
+
+// findOrigin finds the Backup to copy. An error of kind Unavailable: the copy waits. Other errors with a kind are for
+// good.
+func (r *reconciler) findOrigin(ctx context.Context, b *api.Backup) (*api.Backup, error) {
+	o := &api.Backup{}
+	err := r.live.Get(ctx, client.ObjectKey{Name: b.Spec.CopyOf}, o)
+	switch {
+	case client.IgnoreNotFound(err) != nil:
+		return nil, err
+	case err != nil || o.DeletionTimestamp != nil:
+		return nil, api.Errorf(api.NotFound, "backup %s: does not exist any more, so it cannot be copied", b.Spec.CopyOf)
+	case o.Target() == b.Target():
+		return nil, api.Errorf(api.Invalid, "backup %s: lies in target %s already", o.Name, b.Target())
+	case o.Spec.Volume != b.Spec.Volume:
+		return nil, api.Errorf(api.Invalid, "backup %s: is of volume %s, not of volume %s", o.Name, o.Spec.Volume,
+			b.Spec.Volume)
+	case o.Status.State == api.BackupError:
+		return nil, api.Errorf(api.Invalid, "backup %s: has an error, so it cannot be copied", o.Name)
+	case o.Status.State != api.BackupCompleted:
+		return nil, api.Errorf(api.Unavailable, "backup %s: is not completed yet; the copy waits", o.Name)
+	}
+	return o, nil
+}
+
+// beginRemoval removes what an unfinished copy left, and then the finalizer.
+func (r *reconciler) beginRemoval(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
+	if !controllerutil.ContainsFinalizer(b, api.Finalizer) {
+		return ctrl.Result{}, nil
+	}
+	begun, old := isBegun(b), b.Status.DeepCopy()
+	st := &b.Status
+	if st.State != api.BackupDeleting {
+		st.Message, st.Attempts = "", 0
+	}
+	if st.OwnerID, st.NextTry = r.node, nil; begun {
+		st.State = api.BackupDeleting
+	}
+	if ok, err := r.putStatus(ctx, b, old); !ok {
+		return ctrl.Result{}, err
+	}
+	w, d := &work{object: b.UID, removal: true}, &removal{r, b.DeepCopy(), begun}
+	if w.job = targets.StartJob(ctx, r.jobs, b.Name, "copy", d.run); w.job == nil {
+		return ctrl.Result{RequeueAfter: time.Second}, nil
+	}
+	r.setWork(b.Name, w)
+	return ctrl.Result{}, nil
+}
+
+// setCompleted is the status of a copy that the repository has. The URL has the object's name: the tag has the origin's.
+func (r *reconciler) setCompleted(b *api.Backup, o *outcome) {
+	now := r.opts.Now()
+	b.Status = o.facts.Status(o.url, o.snapshot.String(), now, now)
+	b.Status.URL, b.Status.OwnerID = api.BackupURL(o.url, b.Name, b.Spec.Volume), r.node
+}
+
+// setFailed is the status after an attempt that failed. An attempt that came further than the attempt before counts as
+// the first.
+func (r *reconciler) setFailed(b *api.Backup, w *work, err error) {
+	st := &b.Status
+	done, total := w.progress.Bytes()
+	if done > w.reached {
+		st.Attempts = 0
+	}
+	st.Attempts++
+	st.BytesDone, st.BytesTotal = max(done, w.reached), max(total, done, w.reached)
+	if isPermanent(err) || st.Attempts >= mostAttempts {
+		r.setError(st, err)
+		return
+	}
+	st.State, st.Message = api.BackupPending, api.ClipMessage(err.Error())
+	r.setNextTry(st)
+}
+
+func (r *reconciler) setError(st *api.BackupStatus, err error) {
+	st.State, st.Message, st.NextTry = api.BackupError, api.ClipMessage(err.Error()), nil
+	st.BackupCreatedAt = r.opts.Now().UTC().Format(time.RFC3339)
+}
+
+// isPermanent reports whether another attempt fails, too.
+func isPermanent(err error) bool {
+	switch api.KindOf(err) {
+	case api.Invalid, api.Denied, api.Unsupported, api.NotFound:
+		return true
+	}
+	return false
+}
+
+// reportEnd logs the end of a work, and emits an event at the end of a copy.
+func (r *reconciler) reportEnd(b *api.Backup, o *outcome, removal bool) {
+	log := r.log.With("backup", b.Name, "origin", b.Spec.CopyOf, "target", b.Target())
+	switch {
+	case o.err == nil:
+		log.Info("backup copied", "uploaded", b.Status.NewlyUploadDataSize)
+		r.events.Eventf(b, nil, corev1.EventTypeNormal, "BackupCompleted", "Copy", "copy of backup %s: %s uploaded",
+			b.Spec.CopyOf, b.Status.UploadedText)
+	case b.Status.State == api.BackupError:
+		log.Warn("copy failed", "err", o.err)
+		r.events.Eventf(b, nil, corev1.EventTypeWarning, "BackupFailed", "Copy", "%s", b.Status.Message)
+	case removal:
+		log.Warn("an unfinished copy cannot be deleted yet", "err", o.err)
+	default:
+		log.Warn("attempt of a copy failed", "attempts", b.Status.Attempts, "err", o.err)
+	}
+}

@@ -1,0 +1,58 @@
+package planner
+
+import (
+	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/driver/kubeapi/apitest"
+)
+
+// addCopy creates a copy of a backup into target t.
+func (w *world) addCopy(name, of, volume string) *api.Backup {
+	w.T.Helper()
+	b := &api.Backup{ObjectMeta: apitest.Named(name),
+		Spec: api.BackupSpec{Volume: volume, BackupTargetName: "t", CopyOf: of}}
+	w.Create(b)
+	return b
+}
+
+// TestCopiesAreLeftToTheirTargetsOwner: a copy gets a finalizer and labels, and no source, also if its volume exists. A
+// copy without a target waits. The finalizer of a deleted copy stays for the owner, unless the target does not exist.
+func TestCopiesAreLeftToTheirTargetsOwner(t *testing.T) {
+	w := newWorld(t)
+	w.addNodes("node-1")
+	w.addVolume("v", "node-1")
+	early := w.addCopy("early", "b", "v")
+	w.awaitState("early", api.BackupPending, "backup target t does not exist")
+	w.Delete(early)
+	w.AwaitDeleted(early, &api.BackupList{})
+	w.addTarget("t")
+	c := w.addCopy("c", "b", "v")
+	w.awaitBackup("c", "has its labels", func(b *api.Backup) bool {
+		return len(b.Finalizers) == 1 && b.Labels[api.LabelVolume] == "v" && b.Labels[api.LabelBackupTarget] == "t"
+	})
+	w.stays("c", "a copy")
+	w.Delete(c)
+	w.awaitBackup("c", "is being deleted", func(b *api.Backup) bool { return b.DeletionTimestamp != nil })
+	w.stays("c", "a deleted copy")
+	var snapshots api.SnapshotList
+	if err := w.Client.List(w.Ctx, &snapshots); err != nil || len(snapshots.Items) > 0 {
+		t.Errorf("%d snapshots were taken for copies: %v", len(snapshots.Items), err)
+	}
+	if err := w.Client.Get(w.Ctx, client.ObjectKeyFromObject(c), c); err != nil || c.Spec.Source != nil {
+		t.Errorf("%+v, %v", c.Spec, err)
+	}
+}
+
+// TestNoBackupIsMadeInAStoreOfLonghorn: the backup has an Error at once.
+func TestNoBackupIsMadeInAStoreOfLonghorn(t *testing.T) {
+	w := newWorld(t)
+	w.addNodes("node-1")
+	w.addVolume("v", "node-1")
+	target := w.addTarget("t")
+	apitest.EditStatus(w.Server, target, func(t *api.BackupTarget) { t.Status.Format = api.FormatLonghorn })
+	w.addBackup("b", "v", "")
+	w.awaitState("b", api.BackupError, "is a store of Longhorn")
+}
