@@ -18,7 +18,6 @@ const sumSize = sha512.Size / 2
 type blockMap struct {
 	size, blockSize int64 // of the backup and of its blocks
 	present         []uint64
-	count           int64 // of blocks
 	bytes           int64 // of all blocks
 	file            *os.File
 
@@ -69,7 +68,6 @@ func (m *blockMap) add(offset int64, sum string) error {
 		return api.Errorf(api.Corrupt, "two blocks have the offset %d", offset)
 	}
 	m.present[place/64] |= 1 << (place % 64)
-	m.count++
 	m.bytes += m.length(place)
 	if place != m.first+int64(len(m.buffer)/sumSize) || len(m.buffer) == bufferedSums*sumSize {
 		if err := m.flush(); err != nil {

@@ -26,7 +26,6 @@ type Volume struct {
 	Size          int64 // bytes
 	Image         string
 	ImageChecksum string // SHA-512 of the image's file
-	method        string // compression
 }
 
 // Backup is the description of a backup of a volume.
@@ -68,8 +67,6 @@ func (s *Store) ReadVolume(ctx context.Context, name string) (v Volume, err erro
 			return d.nested(&v.Image)
 		case "BackingImageChecksum":
 			return d.nested(&v.ImageChecksum)
-		case "CompressionMethod":
-			return d.nested(&v.method)
 		}
 		return d.skip()
 	})

@@ -190,8 +190,8 @@ func TestFilesOfLonghornAreRead(t *testing.T) {
 	o, err := l.OpenBackup(t.Context(), n)
 	must(t, err)
 	defer o.Close()
-	if o.Size() != 64*mib || o.blocks.count != 23 {
-		t.Errorf("%d bytes, %d blocks", o.Size(), o.blocks.count)
+	if o.Size() != 64*mib || o.blocks.bytes != 23*2*mib {
+		t.Errorf("%d bytes, %d in blocks", o.Size(), o.blocks.bytes)
 	}
 	var both [2][]byte
 	for i, from := range []string{"gzip.blk", "lz4.blk"} {
