@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"sync"
-	"time"
 )
 
 // ChunkSize is the unit of work of Copy and of digests: Copy aligns chunks, so a sink that digests chunks sees a full
@@ -39,7 +38,7 @@ func Copy(ctx context.Context, dst Sink, src Source, o CopyOptions) error {
 	defer cancel(nil)
 	total := src.Size()
 	p := &progress{total: total, report: o.Progress}
-	limit := &throttle{rate: o.Limit, start: time.Now()}
+	limit := NewThrottle(o.Limit)
 	work := make(chan piece)
 	var wg sync.WaitGroup
 	for range o.Workers {
@@ -103,14 +102,14 @@ func plan(ctx context.Context, src Source, total int64, work chan<- piece) (hole
 	return holes, nil
 }
 
-func copyPiece(ctx context.Context, dst Sink, src Source, e Extent, buf []byte, limit *throttle) error {
+func copyPiece(ctx context.Context, dst Sink, src Source, e Extent, buf []byte, limit *Throttle) error {
 	if e.Kind == Zero {
 		if err := dst.ZeroAt(e.Off, e.Len); err != nil {
 			return fmt.Errorf("write zeros at %d: %w", e.Off, err)
 		}
 		return nil
 	}
-	if err := limit.wait(ctx, e.Len); err != nil {
+	if err := limit.Wait(ctx, e.Len); err != nil {
 		return err
 	}
 	b := buf[:e.Len]
@@ -144,30 +143,4 @@ func (p *progress) add(n int64) {
 	defer p.mu.Unlock()
 	p.done += n
 	p.report(p.done, p.total)
-}
-
-// throttle spaces data so that the mean rate stays below rate.
-type throttle struct {
-	rate  int64
-	mu    sync.Mutex
-	start time.Time
-	sent  int64
-}
-
-func (p *throttle) wait(ctx context.Context, n int64) error {
-	if p.rate <= 0 {
-		return nil
-	}
-	p.mu.Lock()
-	due := p.start.Add(time.Duration(float64(p.sent) / float64(p.rate) * float64(time.Second)))
-	p.sent += n
-	p.mu.Unlock()
-	t := time.NewTimer(time.Until(due))
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
 }
