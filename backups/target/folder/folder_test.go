@@ -40,10 +40,12 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// watchedFS calls write before each write, and fails the write with the error of write.
+// watchedFS calls write before each write and read before each read, and fails the operation with their errors. A nil
+// read watches no reads.
 type watchedFS struct {
 	file.FS
 	write func(h file.Handle, p []byte) error
+	read  func(h file.Handle, p []byte) error
 }
 
 type watchedHandle struct {
@@ -66,6 +68,15 @@ func (h watchedHandle) WriteAt(p []byte, off int64) (int, error) {
 	return h.Handle.WriteAt(p, off)
 }
 
+func (h watchedHandle) ReadAt(p []byte, off int64) (int, error) {
+	if h.fs.read != nil {
+		if err := h.fs.read(h.Handle, p); err != nil {
+			return 0, err
+		}
+	}
+	return h.Handle.ReadAt(p, off)
+}
+
 func isDirect(t *testing.T, h file.Handle) bool {
 	flags, err := unix.FcntlInt(h.Fd(), unix.F_GETFL, 0)
 	must(t, err)
@@ -76,7 +87,7 @@ func isDirect(t *testing.T, h file.Handle) bool {
 // without, and a body of other memory without.
 func TestAlignedBodiesPassThePageCache(t *testing.T) {
 	var direct, buffered int
-	s, err := openOn(t.Context(), watchedFS{file.OS, func(h file.Handle, p []byte) error {
+	s, err := openOn(t.Context(), watchedFS{FS: file.OS, write: func(h file.Handle, p []byte) error {
 		if isDirect(t, h) {
 			direct += len(p)
 		} else {
@@ -101,7 +112,7 @@ func TestAlignedBodiesPassThePageCache(t *testing.T) {
 // cache.
 func TestPutWithoutDirectIO(t *testing.T) {
 	refused := 0
-	s, err := openOn(t.Context(), watchedFS{file.OS, func(h file.Handle, _ []byte) error {
+	s, err := openOn(t.Context(), watchedFS{FS: file.OS, write: func(h file.Handle, _ []byte) error {
 		if isDirect(t, h) {
 			refused++
 			return unix.EINVAL
@@ -117,11 +128,52 @@ func TestPutWithoutDirectIO(t *testing.T) {
 	}
 }
 
+// TestLargeGetsPassThePageCache: Get reads large ranges of any place with direct I/O, small ones without, and where the
+// file system refuses direct I/O through the page cache.
+func TestLargeGetsPassThePageCache(t *testing.T) {
+	var direct, buffered, refused int
+	refuse := false
+	s, err := openOn(t.Context(), watchedFS{FS: file.OS, write: func(file.Handle, []byte) error { return nil },
+		read: func(h file.Handle, _ []byte) error {
+			switch {
+			case !isDirect(t, h):
+				buffered++
+			case refuse:
+				refused++
+				return unix.EINVAL
+			default:
+				direct++
+			}
+			return nil
+		}}, t.TempDir())
+	must(t, err)
+	body := targettest.Body(3<<20+77, 1)
+	must(t, s.Put(t.Context(), "a", body))
+	for _, refuse = range []bool{false, true} {
+		direct, buffered, refused = 0, 0, 0
+		large := [][2]int{{0, len(body)}, {1, len(body) - 1}, {4096, 1 << 20}, {4095, 1<<20 + 2}, {100, directFrom}}
+		for _, r := range append(large, [2]int{5, directFrom - 1}) {
+			got, err := s.Get(t.Context(), "a", int64(r[0]), int64(r[1]))
+			if err != nil || !bytes.Equal(got, body[r[0]:r[0]+r[1]]) {
+				t.Errorf("%d bytes from %d: got %d, %v", r[1], r[0], len(got), err)
+			}
+		}
+		if refuse && (direct != 0 || refused != len(large) || buffered != len(large)+1) ||
+			!refuse && (direct != len(large) || buffered != 1) {
+			t.Errorf("direct I/O is refused: %v: %d reads direct, %d buffered, %d refused", refuse, direct, buffered, refused)
+		}
+	}
+}
+
 // TestPutEndsWithItsContext: the end of the context ends a Put between two writes, and leaves no file.
 func TestPutEndsWithItsContext(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	root, writes := t.TempDir(), 0
-	s, err := openOn(ctx, watchedFS{file.OS, func(file.Handle, []byte) error { writes++; cancel(); return nil }}, root)
+	s, err := openOn(ctx, watchedFS{FS: file.OS, write: func(file.Handle, []byte) error {
+		writes++
+		cancel()
+		return nil
+	}}, root)
 	must(t, err)
 	if err := s.Put(ctx, "a", targettest.Body(3*writeLen, 1)); !errors.Is(err, context.Canceled) || writes != 1 {
 		t.Errorf("after %d writes: %v", writes, err)
@@ -139,7 +191,7 @@ func TestErrorsOfAFolderHaveAKind(t *testing.T) {
 		unix.EIO: api.Unavailable, unix.ESTALE: api.Unavailable, unix.EFBIG: api.Other,
 	} {
 		root := t.TempDir()
-		s, err := openOn(t.Context(), watchedFS{file.OS, func(file.Handle, []byte) error {
+		s, err := openOn(t.Context(), watchedFS{FS: file.OS, write: func(file.Handle, []byte) error {
 			return &os.PathError{Op: "write", Path: root + "/secret", Err: errno}
 		}}, root)
 		must(t, err)

@@ -1,0 +1,87 @@
+// Package limited is a store around another store that bounds the rates of the bytes to the store and from the store.
+//
+// A Put or Get of n bytes begins when the rate allows the bytes of the calls before, and then moves its bytes at once:
+// the rate holds on average. Lists and deletions have no bound. The Store lies outside of package bounded, so that the
+// time of a wait counts for no deadline.
+//
+// The package starts no goroutines.
+package limited
+
+import (
+	"context"
+	"io"
+
+	"drover.io/drover/backups/target"
+	"drover.io/drover/block"
+)
+
+// Rates are the throttles of all sessions that use a store. The zero value has no bounds.
+type Rates struct{ upload, download block.Throttle }
+
+// Set changes the rates, in bytes per second, also for calls in progress; 0: no bound.
+func (r *Rates) Set(upload, download int64) {
+	r.upload.SetRate(upload)
+	r.download.SetRate(download)
+}
+
+// Store is a store with rates.
+type Store struct {
+	inner target.Store
+	rates *Rates
+}
+
+var (
+	_ target.Store = (*Store)(nil)
+	_ io.Closer    = (*Store)(nil)
+)
+
+// New returns inner with rates. Close closes inner.
+func New(inner target.Store, rates *Rates) *Store { return &Store{inner, rates} }
+
+// Put implements target.Store.
+func (s *Store) Put(ctx context.Context, name string, body []byte) error {
+	if err := s.rates.upload.Wait(ctx, int64(len(body))); err != nil {
+		return err
+	}
+	return s.inner.Put(ctx, name, body)
+}
+
+// longestRange is longer than every object of a repository.
+const longestRange = 1 << 32
+
+// Get implements target.Store. The length of an object that is read to its end is known only afterwards.
+func (s *Store) Get(ctx context.Context, name string, off, n int64) ([]byte, error) {
+	counted := n
+	if n < 0 || n > longestRange {
+		counted = 0
+	}
+	if err := s.rates.download.Wait(ctx, counted); err != nil {
+		return nil, err
+	}
+	body, err := s.inner.Get(ctx, name, off, n)
+	s.rates.download.Add(int64(len(body)) - counted)
+	return body, err
+}
+
+// Stat implements target.Store.
+func (s *Store) Stat(ctx context.Context, name string) (target.Object, error) {
+	return s.inner.Stat(ctx, name)
+}
+
+// List implements target.Store.
+func (s *Store) List(ctx context.Context, prefix string, each func(target.Object) error) error {
+	return s.inner.List(ctx, prefix, each)
+}
+
+// Delete implements target.Store.
+func (s *Store) Delete(ctx context.Context, names ...string) error {
+	return s.inner.Delete(ctx, names...)
+}
+
+// Close closes the inner store, if it can be closed.
+func (s *Store) Close() error {
+	if c, ok := s.inner.(io.Closer); ok {
+		return c.Close()
+	}
+	return nil
+}

@@ -1,0 +1,93 @@
+package limited
+
+import (
+	"bytes"
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"drover.io/drover/backups/target"
+	"drover.io/drover/backups/target/folder"
+	"drover.io/drover/backups/target/targettest"
+	"drover.io/drover/block/suite"
+)
+
+func open(t *testing.T, rates *Rates) *Store {
+	t.Helper()
+	inner, err := folder.Open(t.Context(), t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return New(inner, rates)
+}
+
+// TestLimitedKeepsTheContract: a store with rates passes the contract of stores.
+func TestLimitedKeepsTheContract(t *testing.T) {
+	suite.Long(t)
+	targettest.Run(t, func(t *testing.T) target.Store {
+		rates := &Rates{}
+		rates.Set(1<<40, 1<<40)
+		return open(t, rates)
+	})
+}
+
+// TestRatesHoldForAllUsers: by the clock of the throttles, the objects of several users of one target take the time of
+// the rate, each direction its own, until the rate changes.
+func TestRatesHoldForAllUsers(t *testing.T) {
+	body := targettest.Body(1<<20, 1)
+	synctest.Test(t, func(t *testing.T) {
+		rates := &Rates{}
+		rates.Set(1<<20, 2<<20)
+		s := open(t, rates)
+		each := func(do func(ctx context.Context, name string) error) time.Duration {
+			began := time.Now()
+			g, ctx := errgroup.WithContext(t.Context())
+			for _, name := range []string{"a", "b", "c", "d", "e"} {
+				g.Go(func() error { return do(ctx, name) })
+			}
+			if err := g.Wait(); err != nil {
+				t.Fatal(err)
+			}
+			return time.Since(began).Round(time.Millisecond)
+		}
+		put := func(ctx context.Context, name string) error { return s.Put(ctx, name, body) }
+		get := func(ctx context.Context, name string) error {
+			got, err := s.Get(ctx, name, 0, int64(len(body)))
+			if err == nil && !bytes.Equal(got, body) {
+				t.Errorf("object %s: other bytes", name)
+			}
+			return err
+		}
+		if took := each(put); took != 4*time.Second { // the bytes of the last one count for the next
+			t.Errorf("5 MiB at 1 MiB/s took %v", took)
+		}
+		if took := each(get); took != 2*time.Second {
+			t.Errorf("5 MiB at 2 MiB/s took %v", took)
+		}
+		time.Sleep(time.Second) // of the test's clock: nothing is owed any more
+		took := each(func(ctx context.Context, name string) error {
+			if name == "a" {
+				time.Sleep(2 * time.Second)
+				rates.Set(0, 0)
+				return nil
+			}
+			return put(ctx, name)
+		})
+		if took != 2*time.Second {
+			t.Errorf("4 MiB at 1 MiB/s, and no limit after 2 s, took %v", took)
+		}
+		began := time.Now()
+		rates.Set(0, 1<<20)
+		for range 3 {
+			if _, err := s.Get(t.Context(), "b", 0, -1); err != nil { // of a length that nobody knows before
+				t.Fatal(err)
+			}
+		}
+		if took := time.Since(began).Round(time.Millisecond); took != 2*time.Second {
+			t.Errorf("3 objects of 1 MiB at 1 MiB/s took %v", took)
+		}
+	})
+}
