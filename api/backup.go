@@ -106,6 +106,8 @@ type CommonBackupStatus struct {
 	Progress   int32 `json:"progress,omitempty"`
 	BytesDone  int64 `json:"bytesDone,omitempty"`
 	BytesTotal int64 `json:"bytesTotal,omitempty"`
+	// EstimatedEnd of a running backup, at the mean rate so far; empty: not known yet.
+	EstimatedEnd *metav1.Time `json:"estimatedEnd,omitempty"`
 	// Attempts that failed, and the time of the next one.
 	Attempts int32        `json:"attempts,omitempty"`
 	NextTry  *metav1.Time `json:"nextTry,omitempty"`

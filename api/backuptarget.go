@@ -46,6 +46,12 @@ type BackupTargetSpec struct {
 	SyncRequestedAt *metav1.Time `json:"syncRequestedAt,omitempty"`
 	// ReadOnly refuses new backups, deletions and sweeps.
 	ReadOnly bool `json:"readOnly,omitempty"`
+	// MaxUploadRate bounds what each node sends to the store, in bytes per second; 0: no bound.
+	// +kubebuilder:validation:Minimum=0
+	MaxUploadRate int64 `json:"maxUploadRate,omitempty"`
+	// MaxDownloadRate bounds what each node reads from the store, in bytes per second; 0: no bound.
+	// +kubebuilder:validation:Minimum=0
+	MaxDownloadRate int64 `json:"maxDownloadRate,omitempty"`
 }
 
 // Poll is the PollInterval; 0: never.

@@ -52,6 +52,13 @@ type DigestSource interface {
 	Digest(chunk int64) (sum [32]byte, known bool)
 }
 
+// CacheBypasser is a Source that can leave the page cache to other readers.
+type CacheBypasser interface {
+	// BypassCache makes large reads into aligned memory bypass the page cache, where the source can. A caller that reads
+	// everything once calls BypassCache before the first read.
+	BypassCache()
+}
+
 // Dropper is scratch room behind an io.ReaderAt of an image. With Drop the reader promises to read the bytes [off,
 // off+n) no more; a later read of these bytes may fail.
 type Dropper interface {
@@ -67,6 +74,14 @@ type Sink interface {
 	// Sync returns once every earlier WriteAt and ZeroAt survives power loss. After an error all of these count
 	// as lost.
 	Sync(ctx context.Context) error
+}
+
+// DigestSink is a Sink that takes digests, so that it hashes no chunk again.
+type DigestSink interface {
+	Sink
+	// WriteChunk is WriteAt for a whole chunk (the last one of the sink may be short). The caller has just computed
+	// digest, the SHA-256 of p, from the memory of p.
+	WriteChunk(p []byte, off int64, digest [32]byte) error
 }
 
 // Op is the operation of a Request.
@@ -196,10 +211,8 @@ type SnapshotDisk interface {
 	ReleaseSnapshot(holder string) error
 	// HeldSnapshots returns the names of the holders, by holder. After an error some holders may be missing.
 	HeldSnapshots() (map[string]string, error)
-	// MakeDigests makes the missing digests of held layers, which may read each layer once. An error of kind busy:
-	// another caller makes these digests; try again later.
-	MakeDigests(ctx context.Context, layers []string) error
-	// OpenStack opens layers, bottom first, as one source of size bytes. The source is a DigestSource.
+	// OpenStack opens layers, bottom first, as one source of size bytes. The source is a DigestSource. An error of kind
+	// busy: a cut is in progress; try again later.
 	OpenStack(layers []string, size int64) (Source, error)
 	// ChangedChunks lists, in ascending order, the chunks of the snapshot target of a replica whose bytes may differ from
 	// the snapshot base, as the maps tell. Beyond the end of the base all chunks with data or zeros differ. The list

@@ -44,6 +44,7 @@ func (a *attempt) run(ctx context.Context, w *work) error {
 		if found, err := adoptSnapshot(ctx, opened.Repository, a.b, &w.made); found || err != nil {
 			return err
 		}
+		w.setPhase("")
 	}
 	disk, err := a.disks(w.disk)
 	if err != nil {
@@ -61,13 +62,7 @@ func (a *attempt) run(ctx context.Context, w *work) error {
 	if err != nil {
 		return of.explainHold(ctx, err)
 	}
-	w.setPhase("makes the digests of the layers")
-	err = retryBusy(ctx, 0, func() error { return disk.MakeDigests(ctx, layers) })
-	if err != nil {
-		return err
-	}
-	w.setPhase("")
-	return a.upload(ctx, w, opened.Repository, of, disk, layers, size)
+	return a.upload(ctx, w, opened, of, disk, layers, size)
 }
 
 // openTarget opens the repository of a Backup's target for a write; the caller closes it. A BackupTarget that does not
@@ -86,15 +81,10 @@ func (m *maker) openTarget(ctx context.Context, b api.StoredBackup) (*targets.Op
 	return opened, nil
 }
 
-// retryBusy calls do again after each error of kind busy, at most for limit, if limit is not 0; then the last error
-// counts.
+// retryBusy calls do again after each error of kind busy, at most for limit; then the last error counts.
 func retryBusy(ctx context.Context, limit time.Duration, do func() error) error {
-	var end <-chan time.Time
-	if limit > 0 {
-		timer := time.NewTimer(limit)
-		defer timer.Stop()
-		end = timer.C
-	}
+	end := time.NewTimer(limit)
+	defer end.Stop()
 	for {
 		err := do()
 		if !api.Is(err, api.Busy) {
@@ -103,7 +93,7 @@ func retryBusy(ctx context.Context, limit time.Duration, do func() error) error 
 		pause := time.NewTimer(busyPause)
 		select {
 		case <-pause.C:
-		case <-end:
+		case <-end.C:
 			pause.Stop()
 			return err
 		case <-ctx.Done():
@@ -113,22 +103,27 @@ func retryBusy(ctx context.Context, limit time.Duration, do func() error) error 
 	}
 }
 
-// upload copies the layers into the repository.
-func (a *attempt) upload(ctx context.Context, w *work, r *repo.Repository, of content, disk block.SnapshotDisk,
+// upload copies the layers into the repository. Layers of a new snapshot have no digests yet: the mover hashes what it
+// reads, so nothing waits for the digests, which the disk makes in the background.
+func (a *attempt) upload(ctx context.Context, w *work, opened *targets.Opened, of content, disk block.SnapshotDisk,
 	layers []string, size int64) (err error) {
-	src, err := openLayers(disk, layers, size)
+	var src block.DigestSource
+	err = retryBusy(ctx, mergeTimeout, func() (err error) {
+		src, err = openLayers(disk, layers, size)
+		return err
+	})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, src.Close()) }()
-	o, err := a.options(ctx, w, of, size)
+	o, err := a.options(ctx, w, of, size, opened.Target.Spec.MaxUploadRate)
 	if err != nil {
 		return err
 	}
-	if o.Base, o.Changed, o.Reread, err = of.findBase(ctx, r, disk); err != nil {
+	if o.Base, o.Changed, o.Reread, err = of.findBase(ctx, opened.Repository, disk); err != nil {
 		return err
 	}
-	result, err := mover.Backup(ctx, r, src, o)
+	result, err := mover.Backup(ctx, opened.Repository, src, o)
 	if err != nil {
 		return err // the next attempt looks for a snapshot that the mover could not delete
 	}
@@ -139,7 +134,8 @@ func (a *attempt) upload(ctx context.Context, w *work, r *repo.Repository, of co
 }
 
 // options describe the backup. The facts are complete when the mover asks for the tags.
-func (a *attempt) options(ctx context.Context, w *work, of content, size int64) (o mover.BackupOptions, err error) {
+func (a *attempt) options(ctx context.Context, w *work, of content, size, rate int64) (o mover.BackupOptions,
+	err error) {
 	described, err := of.describe(ctx)
 	if err != nil {
 		return o, err
@@ -168,7 +164,7 @@ func (a *attempt) options(ctx context.Context, w *work, of content, size int64) 
 		FragmentSize: fragmentSize,
 		Progress:     &w.progress,
 	}
-	shareMemory(&o, a.opts.Memory, a.places)
+	shareMemory(&o, a.opts.Memory, a.places, rate)
 	return o, nil
 }
 

@@ -49,6 +49,9 @@ func openLayers(disk block.SnapshotDisk, layers []string, size int64) (block.Dig
 	if err != nil {
 		return nil, err
 	}
+	if s, ok := opened.(block.CacheBypasser); ok {
+		s.BypassCache()
+	}
 	src, ok := opened.(block.DigestSource)
 	switch {
 	case !ok:

@@ -15,10 +15,10 @@
 //   - A hold keeps the layers of the snapshot or image from the first attempt until the backup ends. The collector
 //     releases the holds that a killed process left.
 //
-// Memory: the backups of a node fill packs in Options.Memory (256 MiB) together. With the two places of the default
-// setting, a backup has 4 packs of 32 MiB; with more places, the packs are smaller, of at least 4 MiB (16 places).
-// A copy has 64 MiB besides.
-// Besides, each backup has a buffer of 2 MiB for each of its workers: two for each processor, at most 16 (32 MiB).
+// Memory: the backups and restores of a node share Options.Memory (256 MiB). Restores have a quarter, for as many
+// requests of 8 MiB at once. Each place of a backup has an equal part of the rest: a buffer of 2 MiB for each of its
+// workers (two for each processor, at most 16), and four packs of at most 32 MiB, at least 4 MiB. A copy has 64 MiB
+// besides.
 //
 // Goroutines: the reconciler and the collector are the manager's. Works run in goroutines of the workSet, a Runnable of
 // the manager that waits for all of them. A work never writes the status of a Backup.

@@ -18,33 +18,39 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/mover"
+	"drover.io/drover/backups/repo"
 	"drover.io/drover/block"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// TestMemoryIsShared: the packs of all places together have the node's memory, and each backup fills one pack while it
-// sends others.
+// TestMemoryIsShared: the buffers of all places and restores together have the node's memory, and each backup fills one
+// pack while it sends others.
 func TestMemoryIsShared(t *testing.T) {
+	const memory = 256 << 20
+	restores := int64(Options{}.ForTargets().Runs) * (repo.RunLength + block.ChunkSize)
 	for _, c := range []struct {
-		memory   int64
 		places   int
-		packSize int
-		packs    int64
+		rate     int64
+		packSize int // 0: any
 	}{
-		{256 << 20, 1, 32 << 20, 8},
-		{256 << 20, 2, 32 << 20, 4},
-		{256 << 20, 5, 3276 * 4096, 4},
-		{256 << 20, 16, 4 << 20, 4},
-		{256 << 20, 100, 4 << 20, 4}, // more than the node's memory: a smaller pack has no room for a chunk
+		{1, 0, 32 << 20},
+		{2, 0, 0},
+		{4, 0, 0},
+		{100, 0, 4 << 20}, // more than the node's memory: a smaller pack has no room for a chunk
+		{1, 2 << 20, 8 << 20},
+		{1, 1 << 10, 4 << 20},
+		{1, 1 << 40, 32 << 20},
 	} {
 		var o mover.BackupOptions
-		shareMemory(&o, c.memory, c.places)
-		if o.Writer.PackSize != c.packSize || o.Writer.Memory/int64(o.Writer.PackSize) != c.packs ||
-			o.Workers < 2 || o.Workers > 16 {
-			t.Errorf("%d places: %d workers, %+v", c.places, o.Workers, o.Writer)
+		shareMemory(&o, memory, c.places, c.rate)
+		size := o.Writer.PackSize
+		if c.packSize > 0 && size != c.packSize || size < smallestPack || size%block.Size != 0 ||
+			o.Writer.Memory/int64(size) != packsPerBackup || o.Workers < 2 || o.Workers > 16 {
+			t.Errorf("%d places, %d bytes per second: %d workers, %+v", c.places, c.rate, o.Workers, o.Writer)
 		}
-		if total := int64(c.places) * o.Writer.Memory; total > c.memory && c.places <= 16 {
-			t.Errorf("%d places: %d bytes in all", c.places, total)
+		backups := int64(c.places) * (o.Writer.Memory + int64(o.Workers)*block.ChunkSize)
+		if backups+restores > memory && c.places <= 4 {
+			t.Errorf("%d places: %d bytes for backups, %d for restores", c.places, backups, restores)
 		}
 	}
 }

@@ -134,6 +134,7 @@ func (m *maker) beginAttempt(ctx context.Context, b api.StoredBackup) (ctrl.Resu
 	}
 	again := isBegun(b)
 	st.State, st.Message, st.OwnerID, st.NextTry = api.BackupInProgress, "", m.node, nil
+	st.EstimatedEnd = nil // of a former process
 	// Without a change, too: the write finds out whether the cache is behind, and the backup has ended.
 	if err := m.Status().Update(ctx, b); err != nil {
 		release()
@@ -207,6 +208,11 @@ func (m *maker) showProgress(ctx context.Context, b api.StoredBackup, w *work) (
 	st.Progress = 0
 	if st.BytesTotal > 0 {
 		st.Progress = int32(100 * min(st.BytesDone, st.BytesTotal) / st.BytesTotal)
+	}
+	st.EstimatedEnd = nil
+	if end, known := w.progress.End(time.Now()); known {
+		t := metav1.NewTime(end.Truncate(time.Second))
+		st.EstimatedEnd = &t
 	}
 	_, err := m.putStatus(ctx, b, old)
 	return ctrl.Result{RequeueAfter: m.opts.ProgressEvery}, err

@@ -19,7 +19,7 @@ type Options struct {
 	Log *slog.Logger
 	// Version of Drover, for the snapshots of repositories.
 	Version string
-	// Memory bounds the packs of all backups that the node makes at once, in bytes; 256 MiB.
+	// Memory bounds the buffers of all backups and restores of the node, in bytes; 256 MiB.
 	Memory int64
 	// RetryMin and RetryMax bound the pause after a failure, which doubles with each failure: 5 s to 5 min.
 	RetryMin, RetryMax time.Duration
@@ -60,13 +60,27 @@ const (
 	packsPerBackup = 4       // so that two are sent while others are filled
 	smallestPack   = 4 << 20 // a pack has room for a chunk
 	mostWorkers    = 16
+	restorePart    = 4 // a part of the memory is left to restores, as a divisor
+	secondsAPack   = 4 // a pack is sent at once, also below a limit of the upload rate
 )
 
-// shareMemory gives a backup its share of the node's memory.
-func shareMemory(o *mover.BackupOptions, memory int64, places int) {
-	share := memory / int64(places)
-	size := min(max(share/packsPerBackup, smallestPack), repo.DefaultPackSize)
-	o.Writer.PackSize = int(size) / block.Size * block.Size
-	o.Writer.Memory = max(share, packsPerBackup*size)
+// ForTargets are the options of the work for BackupTargets. Restores make so many large requests at once as have room
+// in their part of the memory: each has its bytes as the store returned them, and a chunk of plain bytes.
+func (o Options) ForTargets() targets.Options {
+	o = o.withDefaults()
+	o.Targets.Runs = max(int(o.Memory/restorePart/(repo.RunLength+block.ChunkSize)), 1)
+	return o.Targets
+}
+
+// shareMemory gives a backup its share of the node's memory. rate is the limit of the upload rate; 0: none.
+func shareMemory(o *mover.BackupOptions, memory int64, places int, rate int64) {
 	o.Workers = min(2*runtime.GOMAXPROCS(0), mostWorkers)
+	share := (memory - memory/restorePart) / int64(places)
+	share -= int64(o.Workers) * block.ChunkSize
+	size := min(max(share/packsPerBackup, smallestPack), repo.DefaultPackSize)
+	if rate > 0 {
+		size = min(size, max(rate*secondsAPack, smallestPack))
+	}
+	o.Writer.PackSize = int(size) / block.Size * block.Size
+	o.Writer.Memory = packsPerBackup * size
 }

@@ -50,6 +50,7 @@ func (m *maker) setFailed(b api.StoredBackup, w *work) {
 	st.Attempts++
 	st.BytesDone, st.BytesTotal = max(done, w.reached), max(total, done, w.reached)
 	st.Message, st.NextTry = api.ClipMessage(w.err.Error()), nil
+	st.EstimatedEnd = nil
 	if isPermanent(w.err) || st.Attempts >= mostAttempts {
 		st.State, st.BackupCreatedAt = api.BackupError, time.Now().UTC().Format(time.RFC3339)
 		return

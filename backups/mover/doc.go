@@ -16,6 +16,7 @@ package mover
 
 import (
 	"sync/atomic"
+	"time"
 
 	"drover.io/drover/block"
 )
@@ -24,12 +25,30 @@ import (
 type Source = block.DigestSource
 
 // Progress of a Backup or Restore. Methods are safe for concurrent use.
-type Progress struct{ total, done atomic.Int64 }
+type Progress struct {
+	total, done atomic.Int64
+	complete    atomic.Bool               // total is final
+	began       atomic.Pointer[time.Time] // nil: not yet
+}
 
-// reset forgets an attempt that failed.
+// reset begins an attempt, and forgets an attempt that failed.
 func (p *Progress) reset() {
+	p.complete.Store(false)
 	p.total.Store(0)
 	p.done.Store(0)
+	now := time.Now()
+	p.began.Store(&now)
+}
+
+// End estimates the end from the mean rate so far; known is false while the total is not final, or nothing is done.
+func (p *Progress) End(now time.Time) (end time.Time, known bool) {
+	began := p.began.Load()
+	done, total := p.Bytes()
+	if began == nil || !p.complete.Load() || done <= 0 || done > total {
+		return time.Time{}, false
+	}
+	took := now.Sub(*began)
+	return now.Add(time.Duration(float64(took) * float64(total-done) / float64(done))), true
 }
 
 // Bytes returns how many bytes are done, of how many that Backup or Restore knows of so far.

@@ -29,8 +29,10 @@ func Restore(ctx context.Context, blobs *repo.Blobs, m *manifest.Manifest, sink 
 	if o.Progress == nil {
 		o.Progress = &Progress{}
 	}
+	o.Progress.reset()
 	d := &download{blobs: blobs, m: m, sink: sink, o: o, damaged: map[int64]struct{}{}}
-	o.Progress.total.Add(m.Size)
+	o.Progress.total.Store(m.Size)
+	o.Progress.complete.Store(true)
 	segments := manifest.Segments(m.Size)
 	for first := int64(0); first < segments; first += manifest.GroupSegments {
 		if err := d.restoreGroup(ctx, first, min(manifest.GroupSegments, segments-first)); err != nil {
@@ -84,12 +86,22 @@ func (d *download) restoreGroup(ctx context.Context, first, count int64) error {
 		if err != nil {
 			return d.damage(part.Offset/block.ChunkSize, 1, err)
 		}
-		if _, err := d.sink.WriteAt(plain, part.Offset); err != nil {
+		if err := d.write(plain, part); err != nil {
 			return err
 		}
 		d.o.Progress.done.Add(part.Length)
 		return nil
 	})
+}
+
+// write writes a part whose bytes ReadMany has just compared with the id.
+func (d *download) write(plain []byte, part manifest.Part) error {
+	to, takes := d.sink.(block.DigestSink)
+	if takes && part.Offset%block.ChunkSize == 0 && part.Length == min(block.ChunkSize, d.m.Size-part.Offset) {
+		return to.WriteChunk(plain, part.Offset, part.ID)
+	}
+	_, err := d.sink.WriteAt(plain, part.Offset)
+	return err
 }
 
 // wantedParts are parts with their offsets in the backup, and their ids.

@@ -44,14 +44,39 @@ func (u *upload) run(ctx context.Context) (root blob.ID, err error) {
 	for range u.o.Workers {
 		u.buffers <- nil
 	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 	// A failed call of group.Go's functions ends workers; the error of the iteration comes after theirs.
 	group, workers := errgroup.WithContext(ctx)
 	group.SetLimit(u.o.Workers)
+	counted := make(chan error, 1)
+	go func() { counted <- u.count(ctx) }()
 	err = u.storeAll(workers, group)
 	if err := errors.Join(group.Wait(), err); err != nil {
+		cancel()
+		<-counted
+		return root, err
+	}
+	if err := <-counted; err != nil {
 		return root, err
 	}
 	return u.builder.Finish(ctx, u.o.Description)
+}
+
+// count counts the bytes to store for the progress, while the workers store.
+func (u *upload) count(ctx context.Context) error {
+	size := u.src.Size()
+	for chunk, err := range u.chunks() {
+		if err == nil {
+			err = ctx.Err()
+		}
+		if err != nil {
+			return err
+		}
+		u.o.Progress.total.Add(manifest.ChunkLength(size, chunk))
+	}
+	u.o.Progress.complete.Store(true)
+	return nil
 }
 
 // storeAll starts the work of all segments.
@@ -129,11 +154,6 @@ func (u *upload) storeBatch(ctx context.Context, group *errgroup.Group, batch []
 		return err
 	}
 	size := u.src.Size()
-	for _, s := range batch {
-		for _, c := range s.todo {
-			u.o.Progress.total.Add(manifest.ChunkLength(size, c))
-		}
-	}
 	for _, s := range batch {
 		s.chunks = manifest.Extend(s.chunks, manifest.SegmentLength(size, s.segment))
 		s.left.Store(int64(len(s.todo)))

@@ -5,20 +5,26 @@ import (
 	"cmp"
 	"context"
 	"slices"
+	"sync"
 
 	"golang.org/x/sync/errgroup"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/repo/index"
+	"drover.io/drover/block"
 )
 
 // Bounds of ReadMany.
 const (
-	runLength  = 8 << 20  // bytes of one request, except for a larger blob
+	RunLength  = 8 << 20  // bytes of one request, except for a larger blob
 	runGap     = 64 << 10 // unwanted bytes between two blobs of one request
 	runReaders = 4        // requests at once
 )
+
+// alignedPool has aligned memory for a plain blob of a chunk or less, so that its reader writes the blob to a disk past
+// the page cache.
+var alignedPool = sync.Pool{New: func() any { return new([]byte) }}
 
 // foundBlob is a wanted blob, and its places among the wanted ids.
 type foundBlob struct {
@@ -27,8 +33,9 @@ type foundBlob struct {
 }
 
 // ReadMany reads blobs of a kind with one request for neighbours in a pack, and calls each once for every place of ids,
-// in any order and from several goroutines. plain is valid during the call. err has the kinds and types of Read's
-// errors for a missing or damaged blob. Other errors, and those that each returns, end ReadMany.
+// in any order and from several goroutines; each does not call ReadMany. plain is valid during the call, and aligned
+// memory if it has a chunk at most. err has the kinds and types of Read's errors for a missing or damaged blob. Other
+// errors, and those that each returns, end ReadMany.
 func (b *Blobs) ReadMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
 	each func(place int, plain []byte, err error) error) error {
 	found, err := b.findMany(ctx, kind, ids, each)
@@ -38,7 +45,14 @@ func (b *Blobs) ReadMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(runReaders)
 	for _, run := range splitRuns(found) {
-		group.Go(func() error { return b.readRun(ctx, run, each) })
+		group.Go(func() error {
+			release, err := b.r.acquireRun(ctx)
+			if err != nil {
+				return err
+			}
+			defer release()
+			return b.readRun(ctx, run, each)
+		})
 	}
 	return group.Wait()
 }
@@ -75,6 +89,19 @@ func (b *Blobs) findMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
 	return sorted, nil
 }
 
+// acquireRun waits for one of the places of Options.Runs.
+func (r *Repository) acquireRun(ctx context.Context) (release func(), err error) {
+	if r.options.Runs == nil {
+		return func() {}, nil
+	}
+	select {
+	case r.options.Runs <- struct{}{}:
+		return func() { <-r.options.Runs }, nil
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+}
+
 // splitRuns splits sorted blobs into those that one request reads.
 func splitRuns(sorted []*foundBlob) (runs [][]*foundBlob) {
 	from := 0
@@ -92,7 +119,7 @@ func isNeighbour(first, last, next *foundBlob) bool {
 	end := int64(last.Offset) + int64(last.Length)
 	gap := int64(next.Offset) - end
 	return next.Pack == last.Pack && gap >= 0 && gap <= runGap &&
-		int64(next.Offset)+int64(next.Length)-int64(first.Offset) <= runLength
+		int64(next.Offset)+int64(next.Length)-int64(first.Offset) <= RunLength
 }
 
 // readRun reads neighbours. If this fails for a reason that may concern only some of them, readRun reads them one by
@@ -103,9 +130,16 @@ func (b *Blobs) readRun(ctx context.Context, run []*foundBlob, each func(int, []
 	if err != nil && !IsDamage(err) {
 		return api.Errorf(api.KindOf(err), "repository %.8s: pack %.8s: %w", b.r.ID(), last.Pack, err)
 	}
-	scratch := scratchPool.Get().(*[]byte)
-	defer scratchPool.Put(scratch)
+	scratch := alignedPool.Get().(*[]byte)
+	defer func() {
+		if cap(*scratch) <= block.ChunkSize {
+			alignedPool.Put(scratch)
+		}
+	}()
 	for _, f := range run {
+		if n := f.PlainLength(); n > cap(*scratch) {
+			*scratch = block.AlignedBuffer(max(n, block.ChunkSize))
+		}
 		var plain []byte
 		var damage error
 		if err == nil {
@@ -117,9 +151,6 @@ func (b *Blobs) readRun(ctx context.Context, run []*foundBlob, each func(int, []
 			if damage != nil && !IsDamage(damage) {
 				return damage
 			}
-		}
-		if f.Plain > 0 && cap(plain) > cap(*scratch) {
-			*scratch = plain[:0]
 		}
 		for _, place := range f.places {
 			if err := each(place, plain, damage); err != nil {

@@ -96,13 +96,23 @@ func (b *Blobs) ReadTree(ctx context.Context, id blob.ID) ([]tree.Node, error) {
 	return nodes, nil
 }
 
-// openBlob decrypts in place, decompresses into the memory of into, and compares with the id.
-func (r *Repository) openBlob(l index.Location, sealed, into []byte) ([]byte, error) {
-	_, plain, err := r.openStored(l, sealed, into)
+// openBlob decrypts, decompresses and compares with the id. The result is in the memory of into, if into has room, or in
+// that of sealed.
+func (r *Repository) openBlob(l index.Location, sealed, into []byte) (plain []byte, err error) {
+	if n := l.PlainLength(); l.Plain == 0 && n > 0 && n <= cap(into) {
+		plain, err = r.key.OpenTo(into[:n], sealed)
+		if err == nil && blob.Sum(plain) != l.ID {
+			err = errOtherBytes
+		}
+		return plain, err
+	}
+	_, plain, err = r.openStored(l, sealed, into)
 	return plain, err
 }
 
-// openStored is openBlob for a caller that wants the bytes as they are sealed, too.
+var errOtherBytes = api.Errorf(api.Corrupt, "the bytes do not match the id")
+
+// openStored is openBlob for a caller that wants the bytes as they are sealed, too: it decrypts in place.
 func (r *Repository) openStored(l index.Location, sealed, into []byte) (stored, plain []byte, err error) {
 	if stored, err = r.key.Open(sealed); err != nil {
 		return nil, nil, err
@@ -118,7 +128,7 @@ func (r *Repository) openStored(l index.Location, sealed, into []byte) (stored, 
 		}
 	}
 	if blob.Sum(plain) != l.ID {
-		return nil, nil, api.Errorf(api.Corrupt, "the bytes do not match the id")
+		return nil, nil, errOtherBytes
 	}
 	return stored, plain, nil
 }

@@ -26,6 +26,9 @@ type Options struct {
 	Cache    string
 	Hostname string // who locks and adds passwords; empty: the name of the machine
 	Username string // empty: drover
+	// Runs has a place for each request of ReadMany at once, of RunLength bytes, in all repositories with this channel.
+	// Nil: no bound but that of each ReadMany.
+	Runs chan struct{}
 }
 
 // Repository is an open repository. Methods are safe for concurrent use.

@@ -286,6 +286,9 @@ func describeBackup(w io.Writer, b *api.Backup) {
 	if s.BytesTotal > 0 && !b.Ended() {
 		progress += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
 	}
+	if s.EstimatedEnd != nil {
+		progress += ", ends at about " + s.EstimatedEnd.UTC().Format(time.RFC3339)
+	}
 	snapshot := cmp.Or(s.SnapshotName, b.Spec.SnapshotName)
 	if s.SnapshotCreatedAt != "" {
 		snapshot += " of " + s.SnapshotCreatedAt

@@ -32,6 +32,7 @@ func (a *app) targetCommand() *cobra.Command {
 // targetFlags are the flags of a new target.
 type targetFlags struct {
 	secret, password, credentials string
+	upload, download              string
 	poll                          time.Duration
 	readOnly, wait                bool
 }
@@ -89,6 +90,10 @@ func (a *app) targetCreate() *cobra.Command {
 		"file with lines KEY=VALUE, such as "+api.SecretAccessKey+"=..., for a new Secret")
 	c.Flags().DurationVar(&f.poll, "poll-interval", api.DefaultPollInterval,
 		"how often the store is searched for backups of other clusters; 0: only by drover target sync")
+	c.Flags().StringVar(&f.upload, "max-upload-rate", "", "most bytes that each node sends per second: 20Mi (default: no "+
+		"limit)")
+	c.Flags().StringVar(&f.download, "max-download-rate", "", "most bytes that each node reads per second (default: no "+
+		"limit)")
 	c.Flags().BoolVar(&f.readOnly, "read-only", false, "make and delete no backups there")
 	c.Flags().BoolVar(&f.wait, "wait", true, "wait until a node can use the target")
 	return c
@@ -106,6 +111,14 @@ func (f *targetFlags) makeTarget(ctx context.Context, c client.Client, name, add
 	if f.poll < 0 {
 		return nil, usagef("--poll-interval %s: write a time, or 0 to search only by `drover target sync`", f.poll)
 	}
+	upload, err := parseRate("--max-upload-rate", f.upload)
+	if err != nil {
+		return nil, err
+	}
+	download, err := parseRate("--max-download-rate", f.download)
+	if err != nil {
+		return nil, err
+	}
 	ref, err := parseSecret(f.secret)
 	if err != nil {
 		return nil, err
@@ -118,7 +131,8 @@ func (f *targetFlags) makeTarget(ctx context.Context, c client.Client, name, add
 		ref = &api.SecretRef{Namespace: secretNamespace, Name: "backup-target-" + name}
 	}
 	t := &api.BackupTarget{Spec: api.BackupTargetSpec{BackupTargetURL: address, CredentialSecret: ref,
-		PollInterval: &metav1.Duration{Duration: f.poll}, ReadOnly: f.readOnly}}
+		PollInterval: &metav1.Duration{Duration: f.poll}, ReadOnly: f.readOnly, MaxUploadRate: upload,
+		MaxDownloadRate: download}}
 	t.Name = name
 	if values != nil {
 		// The API server checks the target before the Secret exists, so that a refused target leaves no Secret.
@@ -130,6 +144,26 @@ func (f *targetFlags) makeTarget(ctx context.Context, c client.Client, name, add
 		}
 	}
 	return t, createTarget(ctx, c, t)
+}
+
+// parseRate parses a flag with bytes per second; empty: no limit.
+func parseRate(flag, text string) (int64, error) {
+	if text == "" {
+		return 0, nil
+	}
+	n, err := parseSize(text)
+	if err != nil {
+		return 0, usagef("%s: %w", flag, err)
+	}
+	return n, nil
+}
+
+// someRate formats a limit; no limit is empty.
+func someRate(n int64) string {
+	if n == 0 {
+		return ""
+	}
+	return api.SizeText(n) + "/s on each node"
 }
 
 func createTarget(ctx context.Context, c client.Client, t *api.BackupTarget, opts ...client.CreateOption) error {
@@ -307,7 +341,9 @@ func describeTarget(w io.Writer, t *api.BackupTarget) {
 		searched += ", last " + last + " ago"
 	}
 	printFields(w, "Name", t.Name, "URL", t.Spec.BackupTargetURL, "Available", fmt.Sprint(s.Available),
-		"Message", s.Message, "Format", s.Format, "Encrypted", encrypted, "Secret", secret, "Read-only", fmt.Sprint(t.ExplainReadOnly() != ""),
+		"Message", s.Message, "Format", s.Format, "Encrypted", encrypted, "Secret", secret, "Read-only",
+		fmt.Sprint(t.ExplainReadOnly() != ""), "Upload limit", someRate(t.Spec.MaxUploadRate),
+		"Download limit", someRate(t.Spec.MaxDownloadRate),
 		"Searched", searched, "Backups", fmt.Sprint(s.Backups), "Sweep", sweepText(&s), "Repository", s.RepositoryID,
 		"Node", s.OwnerID)
 	printConditions(w, s.Conditions)

@@ -80,3 +80,18 @@ func (s guardedSink) WriteAt(p []byte, off int64) (int, error) {
 	}
 	return s.Sink.WriteAt(p, off)
 }
+
+// WriteChunk implements block.DigestSink.
+func (s guardedSink) WriteChunk(p []byte, off int64, digest [32]byte) error {
+	to, takes := s.Sink.(block.DigestSink)
+	if !takes {
+		_, err := s.WriteAt(p, off)
+		return err
+	}
+	s.room.inFlight.Add(int64(len(p)))
+	defer s.room.inFlight.Add(-int64(len(p)))
+	if err := s.room.checkSpace(int64(len(p))); err != nil {
+		return err
+	}
+	return to.WriteChunk(p, off, digest)
+}

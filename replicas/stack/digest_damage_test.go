@@ -1,12 +1,12 @@
 package stack
 
 import (
-	"bytes"
 	"crypto/sha256"
 	"os"
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/replicas/stack/format"
 	"drover.io/drover/replicas/stack/layer"
@@ -56,26 +56,36 @@ func TestDamageBelowAKnownDigest(t *testing.T) {
 			}
 		},
 	} {
-		t.Run(name, func(t *testing.T) {
-			d := newDisk(t)
-			uid := filledLayer(t, d, size, []int64{0, 512, 513, 514}, 1<<32, make(expect))
-			src := openDigests(t, d, []string{uid}, size)
-			want := sha256.Sum256(readChunk(t, src, 1))
-			damage(t, d, uid)
-			if sum, known := src.Digest(1); !known || sum != want {
-				t.Errorf("the digest is known: %v", known)
-			}
-			b := bytes.Repeat([]byte{0xee}, int(chunkSize))
-			if n, err := src.ReadAt(b, chunkSize); !api.Is(err, api.Corrupt) {
-				t.Errorf("%d bytes are read: %v, want an error of kind corrupt", n, err)
-			}
-			if _, err := src.ReadAt(b[:blockSize], 2*chunkSize); err != nil { // a hole
-				t.Error(err)
-			}
-			if err := d.Close(); err != nil { // records the damage
-				t.Fatal(err)
-			}
-		})
+		for kind, open := range map[string]func(block.DigestSource){
+			"through the page cache": func(block.DigestSource) {},
+			"past the page cache":    func(src block.DigestSource) { src.(block.CacheBypasser).BypassCache() },
+		} {
+			t.Run(name+" "+kind, func(t *testing.T) {
+				d := newDisk(t)
+				blocks := []int64{0}
+				for b := range int64(40) { // long enough for direct I/O
+					blocks = append(blocks, 512+b)
+				}
+				uid := filledLayer(t, d, size, blocks, 1<<32, make(expect))
+				src := openDigests(t, d, []string{uid}, size)
+				open(src)
+				want := sha256.Sum256(readChunk(t, src, 1))
+				damage(t, d, uid)
+				if sum, known := src.Digest(1); !known || sum != want {
+					t.Errorf("the digest is known: %v", known)
+				}
+				b := block.AlignedBuffer(int(chunkSize))
+				if n, err := src.ReadAt(b, chunkSize); !api.Is(err, api.Corrupt) {
+					t.Errorf("%d bytes are read: %v, want an error of kind corrupt", n, err)
+				}
+				if _, err := src.ReadAt(b[:blockSize], 2*chunkSize); err != nil { // a hole
+					t.Error(err)
+				}
+				if err := d.Close(); err != nil { // records the damage
+					t.Fatal(err)
+				}
+			})
+		}
 	}
 }
 

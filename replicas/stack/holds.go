@@ -174,7 +174,7 @@ func (d *Disk) HeldSnapshots() (map[string]string, error) {
 	return held, err
 }
 
-// MakeDigests implements block.SnapshotDisk.
+// MakeDigests makes the missing digests of held layers.
 func (d *Disk) MakeDigests(ctx context.Context, layers []string) error {
 	for _, uid := range layers {
 		err := d.FinishNow(ctx, uid)

@@ -2,7 +2,6 @@ package targets
 
 import (
 	"context"
-	"io"
 	"log/slog"
 	"path/filepath"
 
@@ -13,12 +12,13 @@ import (
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/address"
+	"drover.io/drover/backups/target/limited"
 	"drover.io/drover/backups/target/share"
 )
 
 // connection is an open store with the password of its repository.
 type connection struct {
-	store     target.Store
+	store     *limited.Store
 	password  string
 	encrypted bool // the password is the user's, not the published one
 	options   repo.Options
@@ -36,8 +36,21 @@ func (r *Repositories) connect(ctx context.Context, t *api.BackupTarget, secret 
 	if err != nil {
 		return nil, storeFault(ctx, err)
 	}
-	return &connection{store: store, password: password, encrypted: own,
-		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node}, log: r.log}, nil
+	return &connection{store: limited.New(store, r.ratesOf(t)), password: password, encrypted: own,
+		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node, Runs: r.runs}, log: r.log}, nil
+}
+
+// ratesOf are the rates of a target, as its spec says now.
+func (r *Repositories) ratesOf(t *api.BackupTarget) *limited.Rates {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	rates := r.rates[t.Name]
+	if rates == nil {
+		rates = &limited.Rates{}
+		r.rates[t.Name] = rates
+	}
+	rates.Set(t.Spec.MaxUploadRate, t.Spec.MaxDownloadRate)
+	return rates
 }
 
 // cacheOf is the folder for the index tables of a target.
@@ -60,12 +73,7 @@ func addressOpener(mounts *share.Mounts) func(context.Context, string, map[strin
 	}
 }
 
-func (c *connection) close() error {
-	if closer, ok := c.store.(io.Closer); ok {
-		return closer.Close()
-	}
-	return nil
-}
+func (c *connection) close() error { return c.store.Close() }
 
 // open opens the repository and compares it with the known one. If none is known, a store without a repository is an
 // error of kind NotFound and no fault.

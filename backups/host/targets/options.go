@@ -26,6 +26,8 @@ type Options struct {
 	SweepDelay time.Duration
 	// SweepPoll is the interval of a sweep between two looks at the sessions that the sweep waits for; 5 s.
 	SweepPoll time.Duration
+	// Runs is how many large requests all restores of the node make at once, of repo.RunLength bytes; 6.
+	Runs int
 	// OpenStore opens the store of a URL with the credentials of a Secret; address.Parse and Open.
 	OpenStore func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error)
 }
@@ -49,6 +51,9 @@ func (o Options) withDefaults() Options {
 	}
 	if o.OpenStore == nil {
 		o.OpenStore = addressOpener(share.NewMounts(o.Mounts))
+	}
+	if o.Runs <= 0 {
+		o.Runs = 6
 	}
 	for _, d := range []*time.Duration{&o.Retry, &o.Confirm, &o.SweepDelay} {
 		if *d <= 0 {

@@ -15,6 +15,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/target"
+	"drover.io/drover/backups/target/limited"
 )
 
 // Repositories opens the repositories of BackupTargets. All callers of Open share the repository of a target while the
@@ -26,8 +27,11 @@ type Repositories struct {
 	openStore func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error)
 	log       *slog.Logger
 
+	runs chan struct{} // of repo.Options, for all restores of the node
+
 	mu      sync.Mutex
 	entries map[string]*repositoryEntry // by name of the target
+	rates   map[string]*limited.Rates   // by name of the target
 }
 
 // Opened is a repository in use. The user closes it.
@@ -75,6 +79,7 @@ func (r *Repositories) Open(ctx context.Context, name string) (*Opened, error) {
 		return nil, api.Errorf(api.Unavailable, "backup target %s: the repository is not known yet; wait until the target "+
 			"is available", name)
 	}
+	r.ratesOf(t)
 	secret, err := r.readSecret(ctx, t)
 	if err != nil {
 		return nil, openError(t, err)
@@ -155,6 +160,7 @@ func (r *Repositories) release(e *repositoryEntry) {
 func (r *Repositories) forget(name string) {
 	r.mu.Lock()
 	unused := r.replace(name)
+	delete(r.rates, name) // uses in progress have the pointer
 	r.mu.Unlock()
 	r.closeConnection(unused)
 }

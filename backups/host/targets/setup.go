@@ -17,6 +17,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/backups/target/limited"
 )
 
 // Setup adds the reconciler of the BackupTargets to the manager of a node, and returns the node's repositories.
@@ -29,7 +30,7 @@ func newReconciler(mgr ctrl.Manager, node string, o Options) *targetReconciler {
 	o = o.withDefaults()
 	return &targetReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, opts: o,
 		repositories: &Repositories{live: mgr.GetAPIReader(), node: node, cache: o.Cache, openStore: o.OpenStore, log: o.Log,
-			entries: map[string]*repositoryEntry{}},
+			entries: map[string]*repositoryEntry{}, rates: map[string]*limited.Rates{}, runs: make(chan struct{}, o.Runs)},
 		jobs: newJobSet(), events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backup-targets"),
 		owner: ownerOf, records: map[string]*targetRecord{}}
 }

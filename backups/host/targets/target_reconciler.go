@@ -46,6 +46,7 @@ func (r *targetReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 	} else if err != nil {
 		return ctrl.Result{}, err
 	}
+	r.repositories.ratesOf(t) // of work in progress on this node, whoever the owner is
 	now := r.opts.Now()
 	owner, next, err := r.findOwner(ctx, t, now)
 	if err != nil {

@@ -93,6 +93,15 @@ func (k *Key) Seal(dst, plain []byte) []byte {
 // it was.
 func (k *Key) Open(sealed []byte) ([]byte, error) {
 	if len(sealed) < Overhead {
+		return k.OpenTo(nil, sealed)
+	}
+	return k.OpenTo(sealed[nonceSize:], sealed)
+}
+
+// OpenTo decrypts sealed into dst, which has len(sealed)-Overhead bytes at least and does not overlap sealed, unless it
+// begins where the encrypted bytes do. An error is of kind Corrupt, and leaves dst as it was.
+func (k *Key) OpenTo(dst, sealed []byte) ([]byte, error) {
+	if len(sealed) < Overhead {
 		return nil, api.Errorf(api.Corrupt, "%d bytes are too short for a nonce and a MAC", len(sealed))
 	}
 	end := len(sealed) - poly1305.TagSize
@@ -101,8 +110,9 @@ func (k *Key) Open(sealed []byte) ([]byte, error) {
 	if subtle.ConstantTimeCompare(tag[:], sealed[end:]) != 1 {
 		return nil, api.Errorf(api.Corrupt, "the MAC does not match the bytes")
 	}
-	cipher.NewCTR(k.encrypt, nonce).XORKeyStream(body, body)
-	return body, nil
+	dst = dst[:len(body)]
+	cipher.NewCTR(k.encrypt, nonce).XORKeyStream(dst, body)
+	return dst, nil
 }
 
 func (k *Key) authenticate(nonce, sealed []byte) (tag [poly1305.TagSize]byte) {

@@ -31,8 +31,9 @@ type Store struct {
 }
 
 var (
-	_ target.Store = (*Store)(nil)
-	_ io.Closer    = (*Store)(nil)
+	_ target.Store        = (*Store)(nil)
+	_ target.FolderLister = (*Store)(nil)
+	_ io.Closer           = (*Store)(nil)
 )
 
 // New returns inner with rates. Close closes inner.
@@ -71,6 +72,11 @@ func (s *Store) Stat(ctx context.Context, name string) (target.Object, error) {
 // List implements target.Store.
 func (s *Store) List(ctx context.Context, prefix string, each func(target.Object) error) error {
 	return s.inner.List(ctx, prefix, each)
+}
+
+// ListFolders implements target.FolderLister.
+func (s *Store) ListFolders(ctx context.Context, prefix string, each func(string) error) error {
+	return target.ListFolders(ctx, s.inner, prefix, each)
 }
 
 // Delete implements target.Store.

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/format"
@@ -46,6 +47,7 @@ type Layer struct {
 	MapFile       file.Handle
 	MergedMapFile file.Handle // during a merge: the file of the result's map
 	CRCs          file.Handle // nil: the layer has no checksums
+	Direct        file.Handle // of the data, for large aligned reads past the page cache; nil: Data serves all reads
 	Damage        []Damage
 	Store         *Store
 	Hydration     *Hydration // nil: the disk has the whole layer
@@ -116,6 +118,29 @@ func (d *Store) OpenTables(l *Layer, flag int) (err error) {
 	return err
 }
 
+// OpenDirect lets large reads of a layer bypass the page cache, if the disk has direct I/O.
+func (l *Layer) OpenDirect() {
+	if l.Store.Direct == 0 || l.Hydration != nil {
+		return
+	}
+	// By descriptor: the file may have no name any more.
+	name := fmt.Sprintf("/proc/self/fd/%d", l.Data.Fd())
+	if h, err := l.Store.FS.Open(name, os.O_RDONLY|l.Store.Direct, 0); err == nil { // else Data serves all reads
+		l.Direct = h
+	}
+}
+
+// directFrom is the size from which a read is faster past the page cache.
+const directFrom = 64 << 10
+
+// dataFor is the file for a read of p at off.
+func (l *Layer) dataFor(p []byte, off int64) file.Handle {
+	if l.Direct != nil && len(p) >= directFrom && block.Aligned(p, off) {
+		return l.Direct
+	}
+	return l.Data
+}
+
 // openData opens the data of a layer. Readers other than the owner hold a shared lock on the file, which keeps a merge
 // from beginning. openData refuses readers during a merge, and while the file is still a head.
 func (d *Store) openData(l *Layer, uid string, flag int, owner bool) (err error) {
@@ -180,7 +205,7 @@ func (l *Layer) Close() error {
 		l.Hydration.endUse(l)
 		l.Hydration = nil
 	}
-	for _, h := range []file.Handle{l.Data, l.MapFile, l.MergedMapFile, l.CRCs} {
+	for _, h := range []file.Handle{l.Data, l.MapFile, l.MergedMapFile, l.CRCs, l.Direct} {
 		if h != nil {
 			errs = append(errs, h.Close())
 		}

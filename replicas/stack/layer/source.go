@@ -62,7 +62,7 @@ func (l *Layer) readSound(p []byte, off int64, data bool) (int, error) {
 				return 0, err
 			}
 		}
-		n, err := l.Data.ReadAt(p, off)
+		n, err := l.dataFor(p, off).ReadAt(p, off)
 		if l.CRCs == nil || n == 0 {
 			return n, err
 		}

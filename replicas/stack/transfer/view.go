@@ -12,7 +12,10 @@ import (
 	"drover.io/drover/replicas/stack/layer"
 )
 
-var _ block.DigestSource = (*View)(nil)
+var (
+	_ block.DigestSource  = (*View)(nil)
+	_ block.CacheBypasser = (*View)(nil)
+)
 
 // View is a whole stack as a block.Source: the content that a guest reads. The caller sets the head of a replica, the
 // lock of its owner and its merge before Open; Close closes all of them.
@@ -68,6 +71,13 @@ func (v *View) Open(size int64, layers []string, open func(uid string) (*layer.L
 		}
 	}
 	return nil
+}
+
+// BypassCache implements block.CacheBypasser.
+func (v *View) BypassCache() {
+	for _, l := range v.layers {
+		l.OpenDirect()
+	}
 }
 
 // Size implements block.Source.
