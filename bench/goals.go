@@ -56,6 +56,11 @@ var goals = []goal{
 	{name: "rebuild-full-dense", subject: "drover", least: 0.8},
 	{name: "rebuild-full-fragmented", subject: "drover", least: 1},
 	{name: "rebuild-100-empty-snapshots", subject: "added", of: value, most: 1},
+	{name: "backup-first", subject: "drover", to: "cp, sync, SHA-256", most: 1.3},
+	{name: "backup-restore", subject: "drover", to: "cp, sync", least: 0.8},
+	{name: "backup-shared-bytes", subject: "second *", most: 0.02},
+	{name: "backup-incremental-bytes", subject: "1 % changed", most: 1.1},
+	{name: "backup-rss", subject: "*", of: value, most: memoryBudget + 64},
 	{name: "rebuild-delta-bytes", subject: "3-replicas", most: 1.2},
 }
 

@@ -41,7 +41,8 @@ func main() {
 	flag.StringVar(&o.only, "only", "", "measure only these, separated by commas: idle, index, devices, transport, "+
 		"replication (or parts of it: members, cuts, kill, outage, rebuild), clones (or parts of it: linked, full-copy, "+
 		"merge), images (or parts of it: download, volumes, scale, formats, or formats by name, as qcow2-zlib), "+
-		"snapshots (or parts of it: pause, chains)")
+		"snapshots (or parts of it: pause, chains), backups (or the first backup and parts: incremental, restore, shared, "+
+		"day, guest, sweep)")
 	flag.Parse()
 	if o.long {
 		o.sizeMiB, o.rounds, o.seconds, o.objects = 1024, 5, 2, 1000

@@ -32,10 +32,14 @@ func (b *bench) sections() []section {
 		{"images", []string{"volumes"}, b.fromImage},
 		{"images", []string{"scale"}, func(ctx context.Context) error { return b.scale(ctx, b.objects) }},
 		{"snapshots", []string{"pause", "chains"}, b.snapshots},
+		{"backups", backupParts, b.backups},
 		// Last, because the section stops its nodes.
 		{"replication", []string{"members", "cuts", "kill", "outage", "rebuild"}, b.replication},
 	}
 }
+
+// backupParts are the parts of the section backups, after the first backups that all of them need.
+var backupParts = []string{"incremental", "restore", "shared", "day", "guest", "sweep"}
 
 // isWanted reports whether -only selects a name.
 func (b *bench) isWanted(names ...string) bool {
