@@ -220,7 +220,7 @@ func (b *bench) firstBackups(ctx context.Context, size int64, rounds int, folder
 		float64(size)/1e6/median(copied), "")
 	b.addFigure("backup-first-cpu", "drover", median(cpu), "s", "", 0, "processor time of the node's process")
 	b.addFigure("backup-rss", "first backup", float64(peak)/1024, "MiB", "", 0,
-		fmt.Sprintf("of the node's process; %d of its memory are for backups and restores", memoryBudget))
+		fmt.Sprintf("the node's process; %d MiB are for backups and restores", memoryBudget))
 	return dev, nil
 }
 
@@ -398,7 +398,7 @@ func (b *bench) secondOfImage(ctx context.Context, size int64, folder string) er
 		if err != nil {
 			return err
 		}
-		b.addFigure("backup-shared-bytes", subject, float64(after-before)/1e6, "MB", "of the image", float64(size)/1e6, "")
+		b.addFigure("backup-shared-bytes", subject, float64(after-before)/1e6, "MB", "image", float64(size)/1e6, "")
 		if err := b.in.deleteVolume(ctx, name); err != nil {
 			return err
 		}

@@ -20,6 +20,8 @@ func took(do func()) time.Duration {
 // near reports whether two times differ by less than a millisecond.
 func near(a, b time.Duration) bool { return (a - b).Abs() < time.Millisecond }
 
+// TestThrottleKeepsTheMeanRateOfAllCallers: callers in parallel share one rate, and each caller waits for the bytes of
+// the callers before.
 func TestThrottleKeepsTheMeanRateOfAllCallers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limit := block.NewThrottle(1000)
@@ -34,12 +36,13 @@ func TestThrottleKeepsTheMeanRateOfAllCallers(t *testing.T) {
 				}
 			}
 		})
-		if !near(d, 4*time.Second) { // the last one waits for the bytes of four
+		if !near(d, 4*time.Second) { // the last call waits for the bytes of four calls
 			t.Errorf("5 x 1000 bytes took %v at 1000 a second", d)
 		}
 	})
 }
 
+// TestThrottleSavesNothingUp: after an idle hour, the rate bounds the next bytes as at the start.
 func TestThrottleSavesNothingUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limit := block.NewThrottle(1000)
@@ -55,6 +58,8 @@ func TestThrottleSavesNothingUp(t *testing.T) {
 	})
 }
 
+// TestThrottleGivesBytesBack: later calls do not wait for bytes that an earlier call gave back, and more bytes than
+// counted give no credit.
 func TestThrottleGivesBytesBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limit := block.NewThrottle(1000)
@@ -64,7 +69,7 @@ func TestThrottleGivesBytesBack(t *testing.T) {
 			_ = limit.Wait(t.Context(), 0)
 			limit.Add(2000)
 			_ = limit.Wait(t.Context(), 0)
-			limit.Add(-1 << 40) // more than were counted
+			limit.Add(-1 << 40) // more bytes than the throttle counted
 			_ = limit.Wait(t.Context(), 1000)
 			_ = limit.Wait(t.Context(), 0)
 		})
@@ -74,6 +79,8 @@ func TestThrottleGivesBytesBack(t *testing.T) {
 	})
 }
 
+// TestThrottleTakesANewRateDuringAWait: a new rate counts from the change on, also for a call in progress; without a rate
+// the call ends at once.
 func TestThrottleTakesANewRateDuringAWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limit := block.NewThrottle(1000)
@@ -81,7 +88,7 @@ func TestThrottleTakesANewRateDuringAWait(t *testing.T) {
 		ended := make(chan error, 1)
 		d := took(func() {
 			go func() { ended <- limit.Wait(t.Context(), 1) }()
-			time.Sleep(5 * time.Second) // half of the bytes
+			time.Sleep(5 * time.Second) // time for half of the bytes
 			limit.SetRate(5000)
 			<-ended
 		})
@@ -96,6 +103,7 @@ func TestThrottleTakesANewRateDuringAWait(t *testing.T) {
 	})
 }
 
+// TestThrottleEndsWithTheContext: the end of the context ends a long wait with the cause of the end.
 func TestThrottleEndsWithTheContext(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limit := block.NewThrottle(1)
