@@ -79,8 +79,8 @@ func TestThrottleGivesBytesBack(t *testing.T) {
 	})
 }
 
-// TestThrottleTakesANewRateDuringAWait: a new rate counts from the change on, also for a call in progress; without a rate
-// the call ends at once.
+// TestThrottleTakesANewRateDuringAWait: a new rate counts from the change on, also for a call in progress. A call
+// without a rate ends at once.
 func TestThrottleTakesANewRateDuringAWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		limit := block.NewThrottle(1000)
