@@ -312,7 +312,7 @@ func (b *bench) incremental(ctx context.Context, dev string, size int64, folder 
 	}
 	b.addFigure("backup-incremental", "1 % changed", s.seconds, "s", "", 0, "from the request on, durable")
 	b.addFigure("backup-incremental-bytes", "1 % changed", float64(bytesAfter-bytesBefore)/1e6, "MB", "changed",
-		float64(changed*chunk)/1e6, "what the store has more")
+		float64(changed*chunk)/1e6, "growth of the store")
 	b.addFigure("backup-incremental-objects", "1 % changed", float64(after-before), "objects", "", 0,
 		"one PUT each in a bucket")
 	s, err = b.in.measure(func() error {
