@@ -46,7 +46,8 @@ type TableBuilder struct {
 // NewTableBuilder builds a table of repository in folder. The table has all that base has, which may be nil. The caller
 // closes the builder.
 func NewTableBuilder(folder string, repository blob.ID, base *Table) (*TableBuilder, error) {
-	b := &TableBuilder{folder: folder, repository: repository, base: base, runSize: runRecords, marks: map[blob.ID]struct{}{}}
+	b := &TableBuilder{folder: folder, repository: repository, base: base, runSize: runRecords,
+		marks: map[blob.ID]struct{}{}}
 	err := os.MkdirAll(folder, 0o700) // an administrator may delete a cache at any time
 	if err != nil {
 		return nil, err

@@ -11,8 +11,9 @@
 // A mark in an index file says that a verification found a pack damaged or missing. The table keeps the entries of the
 // pack, behind all others of the same blob, and says that it does not have a blob which only damaged packs have.
 //
-// Invariants: a table is immutable, holds the best entries of each blob, the best one first, and never returns an entry of a damaged page. The file
-// is a cache: after damage the caller deletes the file and builds a new one from the index files.
+// Invariants: a table is immutable, holds the best entries of each blob, the best one first, and never returns an entry
+// of a damaged page. The file is a cache: after damage the caller deletes the file and builds a new one from the index
+// files.
 //
 // The package starts no goroutine. A Table is safe for concurrent use; TableBuilder.mu is held while entries are sorted
 // and written to the local file.

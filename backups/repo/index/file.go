@@ -24,8 +24,8 @@ type Pack struct {
 }
 
 // Scan reads an index file and calls each with the packs and the marks in the file. session is the session of Drover
-// that wrote the file, if any. Scan ignores unknown fields, and "supersedes", which no current program writes. An error of kind Corrupt says that the file is no index file; other errors are those
-// of file and of each.
+// that wrote the file, if any. Scan ignores unknown fields, and "supersedes", which no current program writes. An error
+// of kind Corrupt says that the file is no index file; other errors are those of file and of each.
 func Scan(file io.Reader, each func(Pack) error) (session string, err error) {
 	f := fileScanner{scanner: newScanner(file), each: each}
 	f.object(func(key []byte) {
