@@ -121,8 +121,10 @@ type CommonBackupStatus struct {
 	NewlyUploadDataSize int64             `json:"newlyUploadDataSize,omitempty"`
 	Labels              map[string]string `json:"labels,omitempty"`
 	LastSyncedAt        *metav1.Time      `json:"lastSyncedAt,omitempty"`
-	SizeText            string            `json:"sizeText,omitempty"`
-	UploadedText        string            `json:"uploadedText,omitempty"`
+	// Damaged says that a verification found bytes of the backup lost or changed in the store.
+	Damaged      bool   `json:"damaged,omitempty"`
+	SizeText     string `json:"sizeText,omitempty"`
+	UploadedText string `json:"uploadedText,omitempty"`
 }
 
 // BackupStatus is the fact.

@@ -44,7 +44,7 @@ type BackupTargetSpec struct {
 	PollInterval *metav1.Duration `json:"pollInterval,omitempty"`
 	// SyncRequestedAt asks, once for each new value, for a list of the backups in the store.
 	SyncRequestedAt *metav1.Time `json:"syncRequestedAt,omitempty"`
-	// ReadOnly refuses new backups, deletions and sweeps.
+	// ReadOnly refuses new backups, deletions, sweeps and verifications.
 	ReadOnly bool `json:"readOnly,omitempty"`
 	// MaxUploadRate bounds what each node sends to the store, in bytes per second; 0: no bound.
 	// +kubebuilder:validation:Minimum=0
@@ -52,6 +52,20 @@ type BackupTargetSpec struct {
 	// MaxDownloadRate bounds what each node reads from the store, in bytes per second; 0: no bound.
 	// +kubebuilder:validation:Minimum=0
 	MaxDownloadRate int64 `json:"maxDownloadRate,omitempty"`
+	// VerifyInterval is the time in which the whole repository is read and compared once, in small parts; 0s: only when
+	// VerifyRequestedAt changes.
+	// +kubebuilder:default="720h0m0s"
+	VerifyInterval *metav1.Duration `json:"verifyInterval,omitempty"`
+	// VerifyRequestedAt asks, once for each new value, for a verification of the whole repository now.
+	VerifyRequestedAt *metav1.Time `json:"verifyRequestedAt,omitempty"`
+}
+
+// VerifyEvery is the VerifyInterval; 0: never.
+func (s *BackupTargetSpec) VerifyEvery() time.Duration {
+	if s.VerifyInterval == nil {
+		return DefaultVerifyInterval
+	}
+	return s.VerifyInterval.Duration
 }
 
 // Poll is the PollInterval; 0: never.
@@ -81,6 +95,34 @@ func (t *BackupTarget) ExplainReadOnly() string {
 
 // ConditionUnavailable is True on a BackupTarget that cannot be used; the reason is one of the reasons below.
 const ConditionUnavailable = "Unavailable"
+
+// ConditionDamaged is True on a BackupTarget whose repository lost bytes that backups need.
+const ConditionDamaged = "Damaged"
+
+// ConditionNoRecoveryKey is True on a BackupTarget whose repository has an own password and no other: a lost password is
+// a lost repository.
+const ConditionNoRecoveryKey = "NoRecoveryKey"
+
+// Reasons of ConditionNoRecoveryKey.
+const (
+	ReasonOneKey      = "OnePassword"
+	ReasonKeysSuffice = "NotNeeded"
+)
+
+// ConditionTooManyBackups is True on a BackupTarget whose store has more backups than may have a Backup.
+const ConditionTooManyBackups = "TooManyBackups"
+
+// Reasons of ConditionTooManyBackups.
+const (
+	ReasonTooManyBackups = "TooManyBackups"
+	ReasonCountBounded   = "CountBounded"
+)
+
+// Reasons of ConditionDamaged.
+const (
+	ReasonBackupsDamaged = "BackupsDamaged"
+	ReasonNoDamage       = "NoDamage"
+)
 
 // Reasons of ConditionUnavailable.
 const (
@@ -121,7 +163,38 @@ type BackupTargetStatus struct {
 	// SweepRequested is when a backup was deleted, or failed, after the last sweep: its space is not free yet.
 	SweepRequested *metav1.Time       `json:"sweepRequested,omitempty"`
 	LastSweep      *SweepFact         `json:"lastSweep,omitempty"`
+	Verification   *VerificationFact  `json:"verification,omitempty"`
 	Conditions     []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// VerificationParts is in how many parts a verification reads a repository.
+const VerificationParts = 30
+
+// VerificationFact is the verification in progress, and the result of the last one.
+type VerificationFact struct {
+	// Request is the last VerifyRequestedAt that a verification began for; Asked says that this one is in progress.
+	Request *metav1.Time `json:"request,omitempty"`
+	Asked   bool         `json:"asked,omitempty"`
+	// StartedAt is the begin of the verification in progress, in which Parts of 30 parts are complete. Position is the name
+	// of the last pack that was read.
+	StartedAt   *metav1.Time `json:"startedAt,omitempty"`
+	Parts       int32        `json:"parts,omitempty"`
+	Position    string       `json:"position,omitempty"`
+	PartEndedAt *metav1.Time `json:"partEndedAt,omitempty"`
+	Packs       int64        `json:"packs,omitempty"` // that were read so far, or by the last verification
+	Bytes       int64        `json:"bytes,omitempty"`
+	Message     string       `json:"message,omitempty"` // why a part failed
+	// EndedAt is the end of the last verification of the whole repository.
+	EndedAt *metav1.Time `json:"endedAt,omitempty"`
+	// DamagedBlobs are needed by backups and damaged in every pack; HealedBlobs were found on disks of the node.
+	DamagedBlobs int64 `json:"damagedBlobs,omitempty"`
+	HealedBlobs  int64 `json:"healedBlobs,omitempty"`
+	// BlobNames and ObjectNames are some of the damaged blobs and of the damaged or missing objects of the store.
+	BlobNames   []string `json:"blobNames,omitempty"`
+	ObjectNames []string `json:"objectNames,omitempty"`
+	// DamagedBackups is how many backups need damaged blobs; BackupNames are some of them.
+	DamagedBackups int32    `json:"damagedBackups,omitempty"`
+	BackupNames    []string `json:"backupNames,omitempty"`
 }
 
 // TargetClaim says which node does something that a single node may do, since when.
@@ -157,6 +230,9 @@ const TargetURLs = "file:///PATH, nfs://HOST:/PATH, cifs://HOST/SHARE/PATH, s3:/
 // TargetSchemes are the schemes of TargetURLs, with their other names.
 var TargetSchemes = []string{"file", "vfs", "nfs", "cifs", "smb", "s3", "azblob", "sftp"}
 
+// DefaultVerifyInterval is the interval of a target that names none.
+const DefaultVerifyInterval = 30 * 24 * time.Hour
+
 // Keys of a target's Secret, as Longhorn names them, and the keys of the repository. A missing key is not used.
 const (
 	SecretAccessKey    = "AWS_ACCESS_KEY_ID"
@@ -188,6 +264,12 @@ const (
 	SecretBackupPassword = "BACKUP_PASSWORD"
 	// SecretResticPassword is another name of SecretBackupPassword.
 	SecretResticPassword = "RESTIC_PASSWORD"
+	// SecretOldBackupPassword is the password that SecretBackupPassword replaces: its key file is deleted.
+	SecretOldBackupPassword = "BACKUP_PASSWORD_OLD"
+	// SecretOldResticPassword is another name of SecretOldBackupPassword.
+	SecretOldResticPassword = "RESTIC_PASSWORD_OLD"
+	// SecretRecoveryPassword is a second password of the repository.
+	SecretRecoveryPassword = "BACKUP_RECOVERY_PASSWORD"
 )
 
 // PublishedPassword is the password of a repository whose target has none: whoever reads the store can read the backups.

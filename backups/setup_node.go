@@ -16,6 +16,7 @@ import (
 // finds a disk of the node by its UID.
 func SetupNode(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDisk, error), o host.Options) (
 	open func(ctx context.Context, url string) (block.Backup, error), err error) {
+	o.Targets.Disks = disks
 	repositories, err := targets.Setup(mgr, node, o.ForTargets())
 	if err != nil {
 		return nil, err

@@ -22,7 +22,7 @@ import (
 func (a *app) backupCommand() *cobra.Command {
 	c := groupCommand("backup", "The content of volumes and images in a store outside of the cluster", "backups", "bak")
 	c.AddCommand(a.backupCreate(), a.backupCopy(), a.backupList(), a.backupShow(), a.backupRestore(), a.backupDelete(),
-		a.backupVolumes(), a.backupImages())
+		a.backupVolumes(), a.backupImages(), a.backupVerify())
 	return c
 }
 
@@ -310,9 +310,13 @@ func describeBackup(w io.Writer, b *api.Backup) {
 	if b.Spec.Source != nil {
 		node = cmp.Or(node, b.Spec.Source.Node)
 	}
+	damaged := ""
+	if s.Damaged {
+		damaged = "yes: see `drover target show " + b.Target() + "`"
+	}
 	printFields(w, "Name", b.Name, "Volume", b.Spec.Volume, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
-		"State", string(s.State),
-		"Message", s.Message, "Progress", progress, "Attempts", attempts, "Mode", backupMode(b), "Snapshot", snapshot,
+		"State", string(s.State), "Message", s.Message, "Damaged", damaged, "Progress", progress, "Attempts", attempts,
+		"Mode", backupMode(b), "Snapshot", snapshot,
 		"Ended", s.BackupCreatedAt, "Size", someBytes(s.VolumeSize), "Uploaded", uploaded,
 		"Image", s.VolumeBackingImageName, "Labels", joinLabels(labels), "Node", node, "restic snapshot",
 		cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL, "Volume UID", string(s.VolumeUID))

@@ -344,7 +344,8 @@ func describeTarget(w io.Writer, t *api.BackupTarget) {
 		"Message", s.Message, "Format", s.Format, "Encrypted", encrypted, "Secret", secret, "Read-only",
 		fmt.Sprint(t.ExplainReadOnly() != ""), "Upload limit", someRate(t.Spec.MaxUploadRate),
 		"Download limit", someRate(t.Spec.MaxDownloadRate),
-		"Searched", searched, "Backups", fmt.Sprint(s.Backups), "Sweep", sweepText(&s), "Repository", s.RepositoryID,
+		"Searched", searched, "Backups", fmt.Sprint(s.Backups), "Sweep", sweepText(&s), "Verified",
+		verificationText(s.Verification), "Repository", s.RepositoryID,
 		"Node", s.OwnerID)
 	printConditions(w, s.Conditions)
 }
@@ -360,6 +361,31 @@ func sweepText(s *api.BackupTargetStatus) string {
 	}
 	if last := s.LastSweep; last != nil && last.Message != "" {
 		parts = append(parts, last.Message)
+	}
+	return strings.Join(parts, "; ")
+}
+
+// verificationText says when all bytes were compared last, and with which outcome.
+func verificationText(v *api.VerificationFact) string {
+	if v == nil {
+		return "never"
+	}
+	var parts []string
+	if v.EndedAt != nil {
+		parts = append(parts, ageOf(v.EndedAt)+" ago")
+	}
+	if v.StartedAt != nil {
+		parts = append(parts, fmt.Sprintf("%d of %d parts since %s", v.Parts, api.VerificationParts, ageOf(v.StartedAt)))
+	}
+	if v.DamagedBlobs > 0 {
+		parts = append(parts, fmt.Sprintf("%s damaged in %s: %s", api.CountText(int(v.DamagedBlobs), "blob"),
+			api.CountText(int(v.DamagedBackups), "backup"), strings.Join(v.BackupNames, ", ")))
+	}
+	if len(v.ObjectNames) > 0 {
+		parts = append(parts, "damaged objects: "+strings.Join(v.ObjectNames, ", "))
+	}
+	if v.Message != "" {
+		parts = append(parts, v.Message)
 	}
 	return strings.Join(parts, "; ")
 }

@@ -19,7 +19,7 @@ import (
 // connection is an open store with the password of its repository.
 type connection struct {
 	store     *limited.Store
-	password  string
+	passwords repo.Passwords
 	encrypted bool // the password is the user's, not the published one
 	options   repo.Options
 	log       *slog.Logger
@@ -36,7 +36,9 @@ func (r *Repositories) connect(ctx context.Context, t *api.BackupTarget, secret 
 	if err != nil {
 		return nil, storeFault(ctx, err)
 	}
-	return &connection{store: limited.New(store, r.ratesOf(t)), password: password, encrypted: own,
+	old, recovery := address.OtherPasswords(secret.Data)
+	return &connection{store: limited.New(store, r.ratesOf(t)),
+		passwords: repo.Passwords{Current: password, Old: old, Recovery: recovery}, encrypted: own,
 		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node, Runs: r.runs}, log: r.log}, nil
 }
 
@@ -78,7 +80,7 @@ func (c *connection) close() error { return c.store.Close() }
 // open opens the repository and compares it with the known one. If none is known, a store without a repository is an
 // error of kind NotFound and no fault.
 func (c *connection) open(ctx context.Context, known string) (*repo.Repository, error) {
-	r, err := repo.Open(ctx, c.store, c.password, c.options)
+	r, err := repo.OpenAny(ctx, c.store, c.passwords, c.options)
 	switch {
 	case api.Is(err, api.NotFound) && known == "":
 		return nil, err

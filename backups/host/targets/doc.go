@@ -1,6 +1,6 @@
 // Package targets is the node role's work for BackupTargets. It owns the status of each BackupTarget, the Backups that
-// it finds in stores, the deletion of ended Backups from stores, and sweeps. It also opens the repositories of targets
-// for other work of the node.
+// it finds in stores, the deletion of ended Backups from stores, sweeps and verifications. It also opens the
+// repositories of targets for other work of the node.
 //
 // One node looks after a target, its owner (ownerOf). Two nodes may take turns, and for a moment both act. Therefore:
 //
@@ -16,8 +16,8 @@
 // Everything that a store returns is hostile: package tags bounds the tags, and package repo bounds the rest.
 //
 // Goroutines: the reconcilers are the manager's. A store may hang, so all work with stores runs in goroutines of the
-// jobSet, a Runnable of the manager that waits for all of them: at most one visit, one deletion and one sweep for each
-// target. A job wakes the reconciler at its end, and the reconciler reads the result.
+// jobSet, a Runnable of the manager that waits for all of them: at most one visit, one deletion, one sweep and one step
+// of a verification for each target. A job wakes the reconciler at its end, and the reconciler reads the result.
 //
 // Lock order: targetReconciler.mu, jobSet.mu and Repositories.mu guard maps and counts; no two of them are held
 // together, and none over a request to the API server or a store. A repositoryEntry.turn is held while a caller opens

@@ -1,9 +1,12 @@
 package targets
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
+
+	"k8s.io/apimachinery/pkg/api/meta"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/tags"
@@ -46,5 +49,27 @@ func TestNameOfATagStopsNoVisit(t *testing.T) {
 		if !found[id.String()] {
 			t.Errorf("snapshot %s has no completed Backup", id)
 		}
+	}
+}
+
+// TestFloodOfBackupsIsBounded: the store has more backups than a target may have Backups. The visit makes the allowed
+// ones, and says how many others exist.
+func TestFloodOfBackupsIsBounded(t *testing.T) {
+	t.Parallel()
+	w := startWorld(t, func(r *targetReconciler) { r.opts.MostBackups = 2 }, "node-1")
+	s := newShelf(t, api.PublishedPassword)
+	var all [][]string
+	for i := range 5 {
+		f := factsOf(fmt.Sprintf("b%d", i))
+		f.Object = uid(4 + i)
+		all = append(all, f.Tags())
+	}
+	s.saveMany(1000, all...)
+	w.addTarget("default", s.url(), "")
+	target := w.awaitReason("default", api.ReasonAvailable, "")
+	c := meta.FindStatusCondition(target.Status.Conditions, api.ConditionTooManyBackups)
+	if n := len(w.backups()); n != 2 || c == nil || !strings.Contains(c.Message, "3 backups") ||
+		target.Status.Backups != 5 {
+		t.Errorf("%d Backups, condition %+v, status %+v", n, c, target.Status)
 	}
 }

@@ -5,8 +5,10 @@ import (
 	"log/slog"
 	"time"
 
+	"drover.io/drover/api"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/share"
+	"drover.io/drover/block"
 )
 
 // Options of the work for BackupTargets. The zero value of a field stands for its default.
@@ -28,6 +30,12 @@ type Options struct {
 	SweepPoll time.Duration
 	// Runs is how many large requests all restores of the node make at once, of repo.RunLength bytes; 6.
 	Runs int
+	// VerifyRate bounds a verification, in bytes for each second; 64 MiB.
+	VerifyRate int64
+	// MostBackups is how many Backups of a target may exist for a visit to make another one for a found backup; 20,000.
+	MostBackups int
+	// Disks finds a disk of the node, where damaged backups may find chunks; nil: none.
+	Disks func(api.UID) (block.SnapshotDisk, error)
 	// OpenStore opens the store of a URL with the credentials of a Secret; address.Parse and Open.
 	OpenStore func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error)
 }
@@ -54,6 +62,12 @@ func (o Options) withDefaults() Options {
 	}
 	if o.Runs <= 0 {
 		o.Runs = 6
+	}
+	if o.MostBackups <= 0 {
+		o.MostBackups = 20_000
+	}
+	if o.VerifyRate <= 0 {
+		o.VerifyRate = 64 << 20
 	}
 	for _, d := range []*time.Duration{&o.Retry, &o.Confirm, &o.SweepDelay} {
 		if *d <= 0 {

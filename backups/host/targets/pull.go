@@ -31,23 +31,35 @@ type foundBackup struct {
 // pull gives each backup of Drover in the store an object with a status. known are the objects by snapshot.
 func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.SnapshotFile,
 	known map[blob.ID]api.StoredBackup, result *visitResult) error {
-	var unknown []repo.SnapshotFile
-	foreign := map[blob.ID]struct{}{} // without those that the store deleted
+	var unknown, started []repo.SnapshotFile // without an object; with one that has no status
+	foreign := map[blob.ID]struct{}{}        // without those that the store deleted
 	for _, f := range files {
 		if _, is := v.memory.foreign[f.ID]; is {
 			foreign[f.ID] = struct{}{}
 			continue
 		}
-		if b := known[f.ID]; b == nil || b.Common().State == api.BackupNew && b.GetDeletionTimestamp() == nil {
+		switch b := known[f.ID]; {
+		case b == nil:
 			unknown = append(unknown, f)
-			continue
+		case b.Common().State == api.BackupNew && b.GetDeletionTimestamp() == nil:
+			started = append(started, f)
+		default:
+			result.backups++
 		}
-		result.backups++
+	}
+	// Everybody with the password can write snapshots, and objects fill the API server.
+	if room := max(v.opts.MostBackups-len(known), 0); len(unknown) > room {
+		result.tooMany = len(unknown) - room
+		result.backups += result.tooMany
+		unknown = unknown[:room]
 	}
 	v.memory.foreign = foreign
-	found, err := v.loadFacts(ctx, r, unknown)
+	found, err := v.loadFacts(ctx, r, append(unknown, started...))
 	if err != nil {
 		return err
+	}
+	if len(found) == 0 {
+		return nil // no visit without news lists the Backups again
 	}
 	objects, err := v.objects(ctx)
 	if err != nil {

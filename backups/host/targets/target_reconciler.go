@@ -126,6 +126,7 @@ func (r *targetReconciler) forgetTarget(name string, deleted bool) {
 	delete(r.records, name)
 	r.mu.Unlock()
 	targetAvailable.DeleteLabelValues(name)
+	damagedBlobs.DeleteLabelValues(name)
 	if rec != nil {
 		rec.stop()
 	}
@@ -140,6 +141,7 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 	backups []api.StoredBackup, now time.Time) (again bool, err error) {
 	before := t.Status.DeepCopy()
 	visited, deleted, swept := rec.visit.hasEnded(), rec.deletion.hasEnded(), rec.sweep.hasEnded()
+	verified := rec.verification.hasEnded()
 	if visited {
 		rec.applyVisit(t, r.node, now)
 	}
@@ -148,6 +150,12 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 	}
 	if swept {
 		rec.applySweep(t, now)
+	}
+	if verified {
+		rec.applyVerification(t, backups, r.opts.Retry, now)
+	}
+	if err := r.markDamaged(ctx, rec, backups); err != nil { // before the target tells the end of the verification
+		return false, err
 	}
 	rec.addTraceless(t, backups)
 	rec.requestSweep(t, now)
@@ -169,6 +177,10 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 		r.reportSweep(t, &rec.sweep.result)
 		rec.sweep = nil
 	}
+	if verified {
+		r.reportVerification(t, before, &rec.verification.result)
+		rec.verification = nil
+	}
 	return false, nil
 }
 
@@ -183,6 +195,9 @@ func (r *targetReconciler) reportVisit(t *api.BackupTarget, before *api.BackupTa
 		available = 1
 	}
 	targetAvailable.WithLabelValues(t.Name).Set(available)
+	if v := t.Status.Verification; v != nil { // by the former owner, too
+		damagedBlobs.WithLabelValues(t.Name).Set(float64(v.DamagedBlobs))
+	}
 	reasonBefore := ""
 	if c := meta.FindStatusCondition(before.Conditions, api.ConditionUnavailable); c != nil {
 		reasonBefore = c.Reason
@@ -198,6 +213,10 @@ func (r *targetReconciler) reportVisit(t *api.BackupTarget, before *api.BackupTa
 	}
 	if v.reason != reasonBefore {
 		r.log.Info("backup target", "target", t.Name, "reason", v.reason, "message", t.Status.Message)
+	}
+	if v.keysErr != nil {
+		r.events.Eventf(t, nil, corev1.EventTypeWarning, "PasswordNotChanged", "Visit", "%s",
+			api.ClipMessage(v.keysErr.Error()))
 	}
 	if v.found > 0 {
 		r.events.Eventf(t, nil, corev1.EventTypeNormal, "BackupFound", "Visit", "%s found in the store",
@@ -237,6 +256,16 @@ func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, r
 			target := t.DeepCopy()
 			rec.sweep = startJob(ctx, r.jobs, t.Name, "sweep", func(ctx context.Context) sweepResult {
 				return r.repositories.sweep(ctx, target, r.opts)
+			})
+		} else {
+			next = earlier(next, due)
+		}
+	}
+	if !rec.verification.isRunning() {
+		if due := rec.nextVerification(t, now); isDue(due, now) {
+			target, wish := t.DeepCopy(), nextWish(t)
+			rec.verification = startJob(ctx, r.jobs, t.Name, "verification", func(ctx context.Context) verifyResult {
+				return r.repositories.verify(ctx, target, wish, r.opts)
 			})
 		} else {
 			next = earlier(next, due)

@@ -9,6 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
 )
 
 // targetRecord is what the owner of a target remembers of it, for the reconcile of the target alone.
@@ -33,6 +34,10 @@ type targetRecord struct {
 	sweep      *job[sweepResult]
 	sweepAgain time.Time // no sweep begins before
 	requested  time.Time // first request of the next sweep; zero: none
+
+	verification *job[verifyResult]
+	verifyAgain  time.Time        // no step begins before
+	damaged      map[blob.ID]bool // snapshots of the last check; nil: none in this process
 }
 
 // stop cancels the jobs.
@@ -40,6 +45,7 @@ func (rec *targetRecord) stop() {
 	rec.visit.stop()
 	rec.deletion.stop()
 	rec.sweep.stop()
+	rec.verification.stop()
 }
 
 // nextVisit is when the next visit begins; zero: never.
@@ -108,7 +114,11 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 	if v.repositoryID != "" {
 		st.RepositoryID, st.Encrypted, st.Initializing = v.repositoryID, v.encrypted, nil
 	}
+	if v.keyFiles > 0 {
+		applyKeys(t, v)
+	}
 	if v.listed {
+		applyCount(t, v)
 		synced := metav1.NewTime(v.listedAt)
 		st.Backups, st.LastSyncedAt = int32(v.backups), &synced //nolint:gosec // a repository lists at most 2^18 snapshots
 	}
@@ -126,6 +136,28 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 		rec.deleteAgain = time.Time{}
 	}
 	api.SetCondition(&st.Conditions, t.Generation, api.ConditionUnavailable, !st.Available, v.reason, st.Message)
+}
+
+// applyCount says whether backups in the store have no Backup.
+func applyCount(t *api.BackupTarget, v *visitResult) {
+	reason, message := api.ReasonCountBounded, ""
+	if v.tooMany > 0 {
+		reason = api.ReasonTooManyBackups
+		message = fmt.Sprintf("the store has %s more than the target may have Backups; delete backups, or use another "+
+			"repository", api.CountText(v.tooMany, "backup"))
+	}
+	api.SetCondition(&t.Status.Conditions, t.Generation, api.ConditionTooManyBackups, v.tooMany > 0, reason, message)
+}
+
+// applyKeys says whether the loss of one password is the loss of the repository.
+func applyKeys(t *api.BackupTarget, v *visitResult) {
+	reason, message := api.ReasonKeysSuffice, ""
+	if v.encrypted && v.keyFiles == 1 {
+		reason = api.ReasonOneKey
+		message = fmt.Sprintf("one password opens the repository, and without it the backups are lost; add %s to the "+
+			"Secret, and keep it outside of the cluster", api.SecretRecoveryPassword)
+	}
+	api.SetCondition(&t.Status.Conditions, t.Generation, api.ConditionNoRecoveryKey, message != "", reason, message)
 }
 
 // claimRepository claims the making of the repository, unless another process has the claim. Another process of this

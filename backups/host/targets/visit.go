@@ -3,6 +3,7 @@ package targets
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"time"
 
@@ -32,10 +33,12 @@ type visit struct {
 type visitMemory struct {
 	foreign map[blob.ID]struct{}  // snapshots that are no backups of Drover
 	missing map[blob.ID]time.Time // snapshots of Backups that the last list lacks: end of the first such list
+	keys    blob.ID               // passwords and key files that agree
+	count   int                   // of key files then
 }
 
 func newVisitMemory() *visitMemory {
-	return &visitMemory{map[blob.ID]struct{}{}, map[blob.ID]time.Time{}}
+	return &visitMemory{foreign: map[blob.ID]struct{}{}, missing: map[blob.ID]time.Time{}}
 }
 
 // visitResult is the outcome of a visit.
@@ -47,10 +50,13 @@ type visitResult struct {
 	format       string // "": not known
 	repositoryID string // "": the repository was not opened
 	encrypted    bool
-	listed       bool // the fields below are known
+	keyFiles     int   // 0: not known
+	keysErr      error // why the key files do not follow the passwords; an earlier password still opens the repository
+	listed       bool  // the fields below are known
 	listedAt     time.Time
 	backups      int       // in the store
 	found        int       // Backups that the visit created
+	tooMany      int       // backups in the store without a Backup, because the target has too many
 	lost         int       // Backups that the visit deleted
 	missingAt    time.Time // the first missing snapshot may be deleted from then on; zero: none is missing
 }
@@ -87,6 +93,9 @@ func (v *visit) visitStore(ctx context.Context, result *visitResult) (err error)
 		return err
 	}
 	result.format, result.repositoryID, result.encrypted = api.FormatRestic, r.ID(), c.encrypted
+	if result.keysErr = v.updateKeys(ctx, r, c.passwords); result.keysErr == nil {
+		result.keyFiles = v.memory.count
+	}
 	return v.compareBackups(ctx, r, result)
 }
 
@@ -113,7 +122,7 @@ func (v *visit) openOrInit(ctx context.Context, c *connection) (*repo.Repository
 	initCtx, cancel := context.WithTimeoutCause(ctx, left,
 		api.Errorf(api.Unavailable, "the store did not make a repository in %v", initTime))
 	defer cancel()
-	initErr := repo.Init(initCtx, c.store, c.password, c.options)
+	initErr := repo.Init(initCtx, c.store, c.passwords.Current, c.options)
 	if initErr != nil && !api.Is(initErr, api.Exists) {
 		return nil, storeFault(ctx, initErr)
 	}
@@ -132,6 +141,27 @@ type snapshotLister interface {
 }
 
 var _ snapshotLister = (*repo.Repository)(nil)
+
+// updateKeys makes the key files follow the passwords of the Secret. To try passwords takes long, so a visit does
+// nothing if neither passwords nor key files changed since an earlier visit.
+func (v *visit) updateKeys(ctx context.Context, r *repo.Repository, p repo.Passwords) error {
+	if v.target.Spec.ReadOnly {
+		return nil
+	}
+	state := func() (blob.ID, error) {
+		names, err := r.KeyNames(ctx)
+		return blob.Sum(fmt.Appendf(nil, "%q %s", p, names)), err
+	}
+	now, err := state()
+	if err != nil || now == v.memory.keys {
+		return err
+	}
+	if v.memory.count, err = r.UpdateKeys(ctx, p); err != nil {
+		return err
+	}
+	v.memory.keys, err = state()
+	return err
+}
 
 // compareBackups compares the snapshots of the repository with the Backups, which it reads before: a Backup that ended
 // during the list is not missing.

@@ -36,6 +36,20 @@ func Password(secret map[string][]byte) (password string, own bool, err error) {
 	return password, password != api.PublishedPassword, nil
 }
 
+// OtherPasswords are the passwords that the password of Password replaces, and the second one that opens the repository,
+// too. The own password of a user replaces the published one.
+func OtherPasswords(secret map[string][]byte) (old []string, recovery string) {
+	for _, key := range []string{api.SecretOldBackupPassword, api.SecretOldResticPassword} {
+		if password := value(secret, key); password != "" {
+			old = append(old, password)
+		}
+	}
+	if _, own, err := Password(secret); own && err == nil {
+		old = append(old, api.PublishedPassword)
+	}
+	return old, value(secret, api.SecretRecoveryPassword)
+}
+
 // value is the value of a key without line ends, which editors and tools leave at the end.
 func value(secret map[string][]byte, key string) string {
 	return strings.TrimRight(string(secret[key]), "\r\n")

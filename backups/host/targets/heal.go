@@ -1,0 +1,147 @@
+package targets
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"slices"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/manifest"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/block"
+)
+
+// healSnapshots is how many snapshots of a volume a heal looks at on each disk, the newest first.
+const healSnapshots = 64
+
+// chunkFinder finds chunks of volumes in the snapshots on the node's disks. One goroutine uses it.
+type chunkFinder struct {
+	live    client.Reader
+	node    string
+	disks   func(api.UID) (block.SnapshotDisk, error)
+	log     *slog.Logger
+	volumes map[string][]*heldSnapshot
+}
+
+// heldSnapshot is an open snapshot. The hold keeps its layers; after a kill, the collector of holds releases it.
+type heldSnapshot struct {
+	block.DigestSource
+	disk   block.SnapshotDisk
+	holder string
+}
+
+// find is a mover.FindChunk.
+func (f *chunkFinder) find(ctx context.Context, d manifest.Description, number int64, digest blob.ID, b []byte) (
+	bool, error) {
+	if d.Kind != manifest.Volume {
+		return false, nil
+	}
+	held, opened := f.volumes[d.Name]
+	if !opened {
+		var err error
+		if held, err = f.open(ctx, d.Name); err != nil {
+			return false, err
+		}
+		f.volumes[d.Name] = held
+	}
+	for _, s := range held {
+		if number*block.ChunkSize+int64(len(b)) > s.Size() {
+			continue
+		}
+		if sum, known := s.Digest(number); known && blob.ID(sum) != digest {
+			continue
+		}
+		n, err := s.ReadAt(b, number*block.ChunkSize)
+		if n < len(b) || err != nil && !errors.Is(err, io.EOF) {
+			continue // the disk has damage of its own, which its scrub reports
+		}
+		if blob.Sum(b) == digest {
+			return true, nil
+		}
+		if ctx.Err() != nil {
+			return false, context.Cause(ctx)
+		}
+	}
+	return false, nil
+}
+
+// open opens the snapshots of a volume on the disks of the node. A snapshot that cannot be opened is no source.
+func (f *chunkFinder) open(ctx context.Context, volume string) (held []*heldSnapshot, err error) {
+	var replicas api.ReplicaList
+	var snapshots api.SnapshotList
+	if err := f.live.List(ctx, &replicas); err != nil {
+		return nil, api.Explain(err, "list replicas")
+	}
+	if err := f.live.List(ctx, &snapshots); err != nil {
+		return nil, api.Explain(err, "list snapshots")
+	}
+	of := slices.DeleteFunc(snapshots.Items, func(s api.Snapshot) bool {
+		return s.Spec.Volume != volume || s.Status.UID == "" || s.Status.CreationTime == ""
+	})
+	slices.SortFunc(of, func(x, y api.Snapshot) int { // the times are RFC 3339 in UTC
+		return cmp.Compare(y.Status.CreationTime, x.Status.CreationTime)
+	})
+	for i := range replicas.Items {
+		rep := &replicas.Items[i].Spec
+		if rep.Volume != volume || rep.Node != f.node {
+			continue
+		}
+		disk, err := f.disks(rep.Disk)
+		if err != nil {
+			continue // the disk's own condition says why
+		}
+		for j := range of[:min(len(of), healSnapshots)] {
+			s, err := f.hold(ctx, disk, rep, &of[j].Status)
+			if ctx.Err() != nil {
+				return held, context.Cause(ctx)
+			}
+			if err != nil {
+				f.log.Info("a snapshot is no source for a damaged backup", "volume", volume, "snapshot", of[j].Name, "err", err)
+				continue
+			}
+			held = append(held, s)
+		}
+	}
+	return held, nil
+}
+
+func (f *chunkFinder) hold(ctx context.Context, disk block.SnapshotDisk, rep *api.ReplicaSpec,
+	s *api.SnapshotStatus) (*heldSnapshot, error) {
+	created, err := time.Parse(time.RFC3339, s.CreationTime)
+	if err != nil {
+		return nil, err
+	}
+	holder := string(api.NewUID())
+	layers, size, err := disk.HoldSnapshot(ctx, holder, "verification", string(rep.UID),
+		block.SnapshotCut{UID: string(s.UID), Created: created})
+	if err != nil {
+		return nil, err
+	}
+	source, err := disk.OpenStack(layers, size)
+	if err != nil {
+		return nil, errors.Join(err, disk.ReleaseSnapshot(holder))
+	}
+	digests, ok := source.(block.DigestSource)
+	if !ok {
+		return nil, errors.Join(api.Errorf(api.Unsupported, "the disk has no digests"), source.Close(),
+			disk.ReleaseSnapshot(holder))
+	}
+	return &heldSnapshot{digests, disk, holder}, nil
+}
+
+// close releases all snapshots.
+func (f *chunkFinder) close() {
+	for _, held := range f.volumes {
+		for _, s := range held {
+			if err := errors.Join(s.Close(), s.disk.ReleaseSnapshot(s.holder)); err != nil {
+				f.log.Warn("a snapshot that was read for a damaged backup cannot be released", "err", err)
+			}
+		}
+	}
+}

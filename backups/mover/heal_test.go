@@ -1,0 +1,109 @@
+package mover
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"drover.io/drover/backups/manifest"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/block/suite"
+)
+
+// damagePack flips a byte of a blob in its pack.
+func (w *world) damagePack(id blob.ID) {
+	w.Helper()
+	blobs, err := w.r.LoadIndex(w.Context())
+	must(w, err)
+	l, ok, err := blobs.Find(w.Context(), id, blob.Data)
+	must(w, err)
+	must(w, blobs.Close())
+	if !ok {
+		w.Fatalf("no blob %s", id)
+	}
+	name := l.Pack.String()
+	path := filepath.Join(w.folder, "data", name[:2], name)
+	b, err := os.ReadFile(path)
+	must(w, err)
+	b[l.Offset+20] ^= 1
+	must(w, os.Remove(path))
+	must(w, os.WriteFile(path, b, 0o600))
+}
+
+// verify verifies and checks the repository.
+func (w *world) verify() repo.Damage {
+	w.Helper()
+	var last blob.ID
+	for i := range last {
+		last[i] = 0xff
+	}
+	stats, err := w.r.Verify(w.Context(), repo.VerifyOptions{Until: last})
+	must(w, err)
+	if !stats.Done {
+		w.Error("not all packs were verified")
+	}
+	d, err := w.r.Check(w.Context(), repo.WriterOptions{})
+	must(w, err)
+	return d
+}
+
+// TestHealWritesLostChunksAndFragmentsAgain: a chunk, fragments, and the chunk of zeros of a chain of backups are
+// damaged, and another chunk that no disk has any more. Heal finds the others on disks and says how many; every backup
+// without the lost chunk restores. A full backup of a disk with that chunk heals the rest. After a sweep restic finds no
+// error.
+func TestHealWritesLostChunksAndFragmentsAgain(t *testing.T) {
+	suite.System(t)
+	w := newWorld(t)
+	v := newDisk(2 * manifest.SegmentSize)
+	v.fill(1, 0, 1, 2, 100)
+	first, old := w.backup(v, options("v")), v.copy(v.size)
+	_, err := v.WriteAt(randomBytes(7, 4096), chunkSize+8192)
+	must(t, err)
+	v.fill(50, 100)
+	o := options("v")
+	o.Base, o.Changed, o.FragmentSize = &first.Snapshot, []int64{1, 100}, 128<<10
+	second := w.backup(v, o)
+	w.damagePack(blob.Sum(v.chunks[2]))
+	w.damagePack(blob.Sum(v.chunks[1][:128<<10])) // the changed fragment
+	w.damagePack(blob.Sum(v.chunks[100][256<<10 : 384<<10]))
+	w.damagePack(manifest.Zeros(chunkSize).Digest)
+	w.damagePack(blob.Sum(old.chunks[100]))
+	damage := w.verify()
+	lost := blob.Sum(old.chunks[100])
+	if _, ok := damage.Blobs[lost]; !ok || len(damage.Blobs) < 5 || len(damage.Snapshots) != 2 {
+		t.Fatalf("damage: %+v", damage)
+	}
+	find := func(of *disk) FindChunk {
+		return func(_ context.Context, d manifest.Description, number int64, _ blob.ID, b []byte) (bool, error) {
+			_, err := of.ReadAt(b, number*chunkSize)
+			return d.Name == "v", err
+		}
+	}
+	healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, find(v))
+	must(t, err)
+	after := w.verify()
+	if _, ok := after.Blobs[lost]; !ok || len(after.Blobs) != 1 || int(healed) != len(damage.Blobs)-1 ||
+		!slices.Equal(after.Snapshots, []blob.ID{first.Snapshot}) {
+		t.Fatalf("%d blobs healed; left: %+v", healed, after)
+	}
+	w.compare(second.Snapshot, v)
+	o = options("v")
+	o.Reread, o.Snapshot.Time = true, time.Unix(1_800_000_000, 0)
+	w.backup(old, o)
+	if d := w.verify(); !d.IsZero() {
+		t.Errorf("after the full backup: %+v", d)
+	}
+	w.compare(first.Snapshot, old)
+	w.compare(second.Snapshot, v)
+	_, err = w.r.Sweep(t.Context(), repo.SweepOptions{Poll: time.Millisecond})
+	must(t, err)
+	if output := w.restic("check", "--read-data"); !strings.Contains(output, "no errors were found") {
+		t.Errorf("restic check: %.2000s", output)
+	}
+	w.compare(first.Snapshot, old)
+}

@@ -1,0 +1,135 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+)
+
+func (a *app) backupVerify() *cobra.Command {
+	var target string
+	c := &cobra.Command{
+		Use: "verify [NAME]", Short: "Read all backups of a target and compare every byte",
+		Long: "A node reads the whole repository of the target, compares all bytes with their digests, and looks for all\n" +
+			"chunks that the backups need. With NAME, the outcome is that of one backup. A node does the same by itself, in\n" +
+			"parts, within the verifyInterval of the target. Lost chunks that are on a disk of that node are written again;\n" +
+			"a full backup (--full) does so on other nodes. Damage that is left ends the command with an error.",
+		Example: "  drover backup verify\n  drover backup verify --target offsite\n  drover backup verify db-friday",
+		Args:    checkArgs(cobra.MaximumNArgs(1)), ValidArgsFunction: a.completeNames(backups, true),
+		RunE: func(cmd *cobra.Command, left []string) error {
+			ctx, done := a.withTimeout(cmd)
+			defer done()
+			c, err := a.newClient()
+			if err != nil {
+				return err
+			}
+			if len(left) == 1 {
+				var b api.Backup
+				if err := getObject(ctx, c, "backup", left[0], &b); err != nil {
+					return err
+				}
+				target = b.Target()
+			}
+			began := time.Now()
+			t, err := verifyTarget(ctx, c, target, cmd.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			v := t.Status.Verification
+			damage := damageOf(t)
+			if len(left) == 1 {
+				if damage, err = damageOfBackup(ctx, c, left[0]); err != nil {
+					return err
+				}
+			}
+			err = a.printObject(cmd.OutOrStdout(), t, func(w io.Writer) {
+				fmt.Fprintf(w, "target %q verified: %s in %s read, %s healed, in %s\n", t.Name, api.SizeText(v.Bytes),
+					api.CountText(int(v.Packs), "pack"), api.CountText(int(v.HealedBlobs), "blob"), seconds(time.Since(began)))
+			})
+			if damage != "" && err == nil {
+				err = api.Errorf(api.Corrupt, "%s", damage)
+			}
+			return err
+		},
+	}
+	c.Flags().StringVar(&target, "target", api.DefaultBackupTarget, "backup target")
+	return c
+}
+
+// damageOf describes the damage of a target; empty: none.
+func damageOf(t *api.BackupTarget) string {
+	v := t.Status.Verification
+	if v.DamagedBlobs == 0 && len(v.ObjectNames) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("target %q is damaged: %s of %s (%s) lost, and the objects %s; blobs: %s; make full backups of the "+
+		"volumes (--full), or delete these backups", t.Name, api.CountText(int(v.DamagedBlobs), "blob"),
+		api.CountText(int(v.DamagedBackups), "backup"), strings.Join(v.BackupNames, ", "),
+		strings.Join(v.ObjectNames, ", "), strings.Join(v.BlobNames, ", "))
+}
+
+// damageOfBackup describes the damage of one backup, which the node writes before that of the target; empty: none.
+func damageOfBackup(ctx context.Context, c client.Client, name string) (string, error) {
+	var b api.Backup
+	if err := getObject(ctx, c, "backup", name, &b); err != nil {
+		return "", err
+	}
+	if !b.Status.Damaged {
+		return "", nil
+	}
+	return fmt.Sprintf("backup %q is damaged: see `drover target show %s`; make a full backup of volume %q (--full), or "+
+		"delete this one", name, b.Target(), b.Spec.Volume), nil
+}
+
+// verifyTarget asks for a verification, and waits until it has ended.
+func verifyTarget(ctx context.Context, c client.WithWatch, name string, remarks io.Writer) (*api.BackupTarget, error) {
+	if err := getTarget(ctx, c, name, &api.BackupTarget{}); err != nil {
+		return nil, err
+	}
+	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
+	asked := metav1.NewTime(time.Now().Truncate(time.Second))
+	_, err := await.Edit(ctx, c, name, func(t *api.BackupTarget) (bool, error) {
+		if t.Spec.ReadOnly {
+			return false, api.Errorf(api.InUse, "target %q is read-only, and a verification writes a lock: run `restic check "+
+				"--read-data --no-lock`", name)
+		}
+		if last := t.Spec.VerifyRequestedAt; last != nil && !last.Before(&asked) {
+			asked = metav1.NewTime(last.Add(time.Second)) // the API keeps seconds, and each request is a new value
+		}
+		t.Spec.VerifyRequestedAt = &asked
+		return true, nil
+	})
+	if apierrors.IsNotFound(err) {
+		return nil, gone
+	}
+	if err != nil {
+		return nil, explain(ctx, err)
+	}
+	p := newProgress(remarks, "target "+name)
+	remark, why := remarkOn(remarks), ""
+	t, err := awaitObject(ctx, c, name, gone, func(t *api.BackupTarget) (bool, error) {
+		v := t.Status.Verification
+		if v == nil || v.Request == nil || v.Request.Before(&asked) {
+			why = remark(t)
+			if v != nil && v.Message != "" {
+				why = v.Message
+			}
+			return false, nil
+		}
+		why = v.Message
+		p.showProgress("verifies", v.Bytes, 0)
+		return !v.Asked, nil
+	})
+	p.clearLine()
+	return t, explainTimeout(err, "target %q is not verified yet%s", name, colon(why))
+}
