@@ -102,7 +102,7 @@ func TestVerificationReadsAPartEachDay(t *testing.T) {
 				t.Status.Verification.Parts = part - 1
 			})
 		}
-		w.clock.advance(24 * time.Hour)
+		w.clock.advance(25 * time.Hour) // the API server's clock, which dates the target, is ahead
 		node := &api.Node{ObjectMeta: apitest.Named("node-1")}
 		apitest.EditStatus(w.Server, node, func(n *api.Node) { n.Status.Heartbeat = metav1.NewTime(w.clock.now()) })
 		w.wake("default")
