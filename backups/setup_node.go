@@ -7,6 +7,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host"
+	"drover.io/drover/backups/host/heal"
 	"drover.io/drover/backups/host/restore"
 	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/block"
@@ -16,7 +17,8 @@ import (
 // finds a disk of the node by its UID.
 func SetupNode(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDisk, error), o host.Options) (
 	open func(ctx context.Context, url string) (block.Backup, error), err error) {
-	o.Targets.Disks = disks
+	healer := &heal.Disks{Live: mgr.GetAPIReader(), Node: node, Disk: disks, Log: o.Log}
+	o.Targets.Heal = healer.Heal
 	repositories, err := targets.Setup(mgr, node, o.ForTargets())
 	if err != nil {
 		return nil, err

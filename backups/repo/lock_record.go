@@ -95,7 +95,7 @@ func syncFolder(path string) error {
 }
 
 // ReleaseLeftLocks deletes the locks that killed processes of this machine left, by their records, and returns how many
-// records it removed. The caller calls it before its first session, so that sweeps and restic need not wait until the
+// records it removed. The caller calls ReleaseLeftLocks before the first session, so that sweeps and restic need not wait until the
 // locks are stale.
 func (r *Repository) ReleaseLeftLocks(ctx context.Context) (released int, err error) {
 	if r.options.Cache == "" {
@@ -119,7 +119,7 @@ func (r *Repository) ReleaseLeftLocks(ctx context.Context) (released int, err er
 	return released, err
 }
 
-// releaseLeft deletes the locks of one record. left is false if the session of the record runs.
+// releaseLeft deletes the locks of a record. left is false if the session of the record runs.
 func (r *Repository) releaseLeft(ctx context.Context, path string) (left bool, err error) {
 	f, err := os.OpenFile(path, os.O_RDWR, 0o600)
 	if errors.Is(err, os.ErrNotExist) {

@@ -112,7 +112,7 @@ func (r *Repository) openBlob(l index.Location, sealed, into []byte) (plain []by
 
 var errOtherBytes = api.Errorf(api.Corrupt, "the bytes do not match the id")
 
-// openStored is openBlob for a caller that wants the bytes as they are sealed, too: it decrypts in place.
+// openStored is openBlob for a caller that wants the sealed bytes, too; openBlob decrypts in place.
 func (r *Repository) openStored(l index.Location, sealed, into []byte) (stored, plain []byte, err error) {
 	if stored, err = r.key.Open(sealed); err != nil {
 		return nil, nil, err

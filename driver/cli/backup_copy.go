@@ -23,8 +23,8 @@ func (a *app) backupCopy() *cobra.Command {
 	var f copyFlags
 	c := &cobra.Command{
 		Use: "copy BACKUP --to TARGET", Short: "Copy a backup to another target",
-		Long: "Copies a backup from its target to another one, without reading a volume. What the other target has\n" +
-			"already is not sent. The copy is a backup of its own: it outlives the original. Backups of Longhorn become\n" +
+		Long: "Copies a backup from its target to another one, without reading a volume. Chunks that the other target has\n" +
+			"already are not sent. The copy is a backup of its own, and outlives the original. Backups of Longhorn become\n" +
 			"backups of Drover.",
 		Example: "  drover backup copy db-friday --to offsite\n  drover backup copy backup-0123456789abcdef --to default --name db-old",
 		Args:    checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(backups, true),

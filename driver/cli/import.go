@@ -21,6 +21,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/upload"
 )
 
 // imageFlags are the common flags of all commands that create an image.
@@ -279,12 +280,12 @@ func (a *app) uploadImage(ctx context.Context, cmd *cobra.Command, c client.With
 	if err != nil {
 		return err
 	}
-	return a.makeImage(ctx, cmd, c, img, &outgoing{file, server}, false)
+	return a.makeImage(ctx, cmd, c, img, &upload.File{File: file, Server: server}, false)
 }
 
 // makeImage creates the image, or joins an equal image, and waits until the image is ready.
 func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWatch, img *api.BackingImage,
-	body *outgoing, background bool) error {
+	body *upload.File, background bool) error {
 	began := time.Now()
 	wish := img
 	img, err := ensureImage(ctx, c, wish)
@@ -320,7 +321,7 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 }
 
 // explainInterrupt tells the user of an interrupted command whether the image continues.
-func explainInterrupt(err error, image string, body *outgoing) error {
+func explainInterrupt(err error, image string, body *upload.File) error {
 	if body != nil {
 		return fmt.Errorf("%w: the node keeps the received bytes of image %[2]q for 5 minutes: the same command sends "+
 			"the rest, `drover image delete %[2]s` gives the image up", err, image)
@@ -375,7 +376,7 @@ func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage
 
 // awaitImage follows image and copies until the image is readable, ready or failed. awaitImage sends a body to the copy
 // that asks for the body.
-func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, p *progress, body *outgoing) (
+func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, p *progress, body *upload.File) (
 	*api.BackingImage, error) {
 	name := img.Name
 	errReady := errors.New("ready") // ends the group: the other watchers and the sender stop
@@ -414,13 +415,13 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 				stop()
 				sctx, cancel := context.WithCancel(gctx)
 				to, stop = st.UploadURL, cancel
-				s, err := newSender(name, st.UploadURL, st.UploadCA, body, p)
+				s, err := upload.New(name, st.UploadURL, st.UploadCA, body, p.showProgress)
 				if err != nil {
 					return true, err
 				}
 				g.Go(func() error {
-					defer s.close()
-					if err := s.sendFile(sctx); sctx.Err() == nil {
+					defer s.Close()
+					if err := s.Send(sctx); sctx.Err() == nil {
 						return err
 					}
 					return gctx.Err() // the upload continues at another address
@@ -445,8 +446,11 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 		last.Status.State, colon(last.Status.Message), name)
 }
 
-// restartTime bounds the silence of an API server that answered before.
-const restartTime = 2 * time.Minute
+// restartTime bounds the silence of an API server that answered before; restartPause is the time between two attempts.
+const (
+	restartTime  = 2 * time.Minute
+	restartPause = 250 * time.Millisecond
+)
 
 // throughRestarts retries do while the API server is unreachable, because reconcilers continue without the API server
 // and after its restart.
@@ -464,7 +468,7 @@ func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 			return err
 		}
 		p.showProgress("waiting for the API server", 0, 0)
-		t := time.NewTimer(sendPause)
+		t := time.NewTimer(restartPause)
 		select {
 		case <-t.C:
 		case <-ctx.Done():

@@ -128,19 +128,3 @@ func (p *progress) clearLine() {
 		p.open = false
 	}
 }
-
-// counter reports the bytes read through counter to a progress.
-type counter struct {
-	r     io.Reader
-	p     *progress
-	state string
-	done  int64
-	total int64
-}
-
-func (c *counter) Read(b []byte) (int, error) {
-	n, err := c.r.Read(b)
-	c.done += int64(n)
-	c.p.showProgress(c.state, c.done, c.total)
-	return n, err
-}

@@ -115,25 +115,6 @@ func TestProgressKeepsItsBar(t *testing.T) {
 	}
 }
 
-func TestPreflightTellsOfThisMachine(t *testing.T) {
-	all := runChecks([]string{t.TempDir(), "/nosuch/below"})
-	seen := map[string]string{}
-	for _, f := range all {
-		seen[f.Check] = f.Result
-		if f.Result != fine && f.Advice == "" {
-			t.Errorf("%s is %s without advice", f.Check, f.Result)
-		}
-	}
-	for _, c := range []string{"root", "kernel", "fuse", "loop", "io-flusher", "mount", "mkfs.ext4"} {
-		if seen[c] != fine && seen[c] != warning {
-			t.Errorf("%s: %q on a machine that runs these tests", c, seen[c])
-		}
-	}
-	if f := checkTool("nosuch-tool", "nosuch", failed); f.Result != failed || !strings.Contains(f.Advice, "package nosuch") {
-		t.Errorf("%+v", f)
-	}
-}
-
 // TestErrorsOfAConnectionAreRetried: HTTP/2 has errors without a type, for example when the server closes the
 // connection.
 func TestErrorsOfAConnectionAreRetried(t *testing.T) {

@@ -5,10 +5,10 @@ import (
 	"log/slog"
 	"time"
 
-	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/share"
-	"drover.io/drover/block"
 )
 
 // Options of the work for BackupTargets. The zero value of a field stands for its default.
@@ -34,8 +34,9 @@ type Options struct {
 	VerifyRate int64
 	// MostBackups is how many Backups of a target may exist for a visit to make another one for a found backup; 20,000.
 	MostBackups int
-	// Disks finds a disk of the node, where damaged backups may find chunks; nil: none.
-	Disks func(api.UID) (block.SnapshotDisk, error)
+	// Heal writes blobs again that snapshots of a repository lost, as far as the node's disks have them, and returns their
+	// number; nil: no disk is asked.
+	Heal func(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions) (int64, error)
 	// OpenStore opens the store of a URL with the credentials of a Secret; address.Parse and Open.
 	OpenStore func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error)
 }

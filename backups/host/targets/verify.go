@@ -13,7 +13,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
-	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 )
@@ -29,7 +28,7 @@ const (
 // verifyWish is the next step of a verification. A verification reads the packs in 30 parts of the range of names, and
 // each part in steps of bounded size, so that a restart loses little.
 type verifyWish struct {
-	request *metav1.Time // VerifyRequestedAt that the step begins a verification for; nil: the one in progress goes on
+	request *metav1.Time // VerifyRequestedAt that the step begins a verification for; nil: the verification in progress continues
 	after   blob.ID
 	parts   int32 // complete ones
 	check   bool  // the target is damaged: look whether it still is
@@ -72,12 +71,10 @@ func (r *Repositories) verify(ctx context.Context, t *api.BackupTarget, wish ver
 			return nil
 		}
 		result.checked = true
-		if result.damage, err = opened.Check(ctx, writer); err != nil || len(result.damage.Blobs) == 0 || o.Disks == nil {
+		if result.damage, err = opened.Check(ctx, writer); err != nil || len(result.damage.Blobs) == 0 || o.Heal == nil {
 			return err
 		}
-		finder := &chunkFinder{live: r.live, node: r.node, disks: o.Disks, log: r.log, volumes: map[string][]*heldSnapshot{}}
-		defer finder.close()
-		result.healed, err = mover.Heal(ctx, opened, result.damage.Snapshots, writer, finder.find)
+		result.healed, err = o.Heal(ctx, opened, result.damage.Snapshots, writer)
 		if err == nil && result.healed > 0 {
 			result.damage, err = opened.Check(ctx, writer)
 		}

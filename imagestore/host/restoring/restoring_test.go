@@ -62,7 +62,7 @@ func (s *store) change(f func()) {
 	f()
 }
 
-// backup is an open backup; after a failure it is of no use, as one without its lock.
+// backup is an open backup; after a failure every use fails, as without the lock of a repository.
 type backup struct {
 	*store
 	ctx  context.Context

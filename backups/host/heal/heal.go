@@ -1,4 +1,11 @@
-package targets
+// Package heal finds lost chunks of a backup target in the snapshots on the node's disks, and writes the chunks into the
+// repository again.
+//
+// Invariants: heal writes only bytes with the digest of the lost chunk. A hold keeps the layers of an open snapshot, and
+// ends with the heal; after a kill, the collector of holds releases the hold.
+//
+// The package starts no goroutines of its own.
+package heal
 
 import (
 	"cmp"
@@ -13,12 +20,29 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/manifest"
+	"drover.io/drover/backups/mover"
+	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/block"
 )
 
 // healSnapshots is how many snapshots of a volume a heal looks at on each disk, the newest first.
 const healSnapshots = 64
+
+// Disks are the disks of a node.
+type Disks struct {
+	Live client.Reader // without a cache
+	Node string
+	Disk func(api.UID) (block.SnapshotDisk, error)
+	Log  *slog.Logger
+}
+
+// Heal writes the chunks again that the snapshots of a repository lost and the disks have, and returns their number.
+func (d *Disks) Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions) (int64, error) {
+	f := &chunkFinder{live: d.Live, node: d.Node, disks: d.Disk, log: d.Log, volumes: map[string][]*heldSnapshot{}}
+	defer f.close()
+	return mover.Heal(ctx, r, snapshots, o, f.find)
+}
 
 // chunkFinder finds chunks of volumes in the snapshots on the node's disks. One goroutine uses it.
 type chunkFinder struct {
@@ -29,7 +53,7 @@ type chunkFinder struct {
 	volumes map[string][]*heldSnapshot
 }
 
-// heldSnapshot is an open snapshot. The hold keeps its layers; after a kill, the collector of holds releases it.
+// heldSnapshot is an open snapshot. A hold keeps the layers.
 type heldSnapshot struct {
 	block.DigestSource
 	disk   block.SnapshotDisk

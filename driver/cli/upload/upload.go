@@ -1,4 +1,6 @@
-package cli
+// Package upload sends an image file to the node that expects the file, and continues after broken connections. A Sender
+// starts no goroutines; its caller closes the Sender.
+package upload
 
 import (
 	"context"
@@ -20,24 +22,27 @@ import (
 	"drover.io/drover/api"
 )
 
-// sender streams a file to a node. After a broken connection sender asks the node for the received part, compares the
+// Sender streams a file to a node. After a broken connection the Sender asks the node for the received part, compares the
 // part with the file, and sends the rest.
-type sender struct {
+type Sender struct {
 	ways []way // the first is in use
 	body *os.File
 	size int64
-	p    *progress
+	show Progress
 
 	tries int // in a row, without progress at the node
 	off   int64
 	mine  bool // the last upload at the node was ours
 }
 
-// outgoing is a file to send, and the API server that forwards the file if the node is unreachable.
-type outgoing struct {
+// File is a file to send, and the API server that forwards the file if the node is unreachable.
+type File struct {
 	*os.File
-	server *rest.Config
+	Server *rest.Config
 }
+
+// Progress shows the state of an upload, with the bytes that were sent and those of the file; 0: not known.
+type Progress func(state string, done, total int64)
 
 // way is an address that takes the file.
 type way struct {
@@ -59,9 +64,9 @@ const (
 	sendMost  = 10 * time.Second
 )
 
-// newSender sends to an address from the API, whose server has a certificate of the authority (PEM). If the address is
+// New sends to an address from the API, whose server has a certificate of the authority (PEM). If the address is
 // unreachable, as from another machine, Drover's API server forwards the file.
-func newSender(image, to, authority string, body *outgoing, p *progress) (*sender, error) {
+func New(image, to, authority string, body *File, show Progress) (*Sender, error) {
 	st, err := body.Stat()
 	if err != nil {
 		return nil, err
@@ -73,9 +78,9 @@ func newSender(image, to, authority string, body *outgoing, p *progress) (*sende
 			return nil, api.Errorf(api.Corrupt, "the authority of the upload's address holds no certificate")
 		}
 	}
-	s := &sender{ways: []way{{to, &http.Client{Transport: newTransport(trust)}}}, body: body.File, size: st.Size(), p: p}
-	if body.server != nil {
-		w, err := throughAPI(body.server, image)
+	s := &Sender{ways: []way{{to, &http.Client{Transport: newTransport(trust)}}}, body: body.File, size: st.Size(), show: show}
+	if body.Server != nil {
+		w, err := throughAPI(body.Server, image)
 		if err != nil {
 			return nil, err
 		}
@@ -109,21 +114,22 @@ func throughAPI(cfg *rest.Config, image string) (way, error) {
 	return way{base.JoinPath(api.UploadPath(image)).String(), &http.Client{Transport: rt}}, err
 }
 
-func (s *sender) close() {
+// Close closes the idle connections.
+func (s *Sender) Close() {
 	for _, w := range s.ways {
 		w.http.CloseIdleConnections()
 	}
 }
 
-// sendFile sends the file, and returns when the node has the file, or when the address expects no upload any more.
-func (s *sender) sendFile(ctx context.Context) error {
+// Send sends the file, and returns when the node has the file, or when the address expects no upload any more.
+func (s *Sender) Send(ctx context.Context) error {
 	for first := true; ; first = false {
 		answer, code, err := s.putRest(ctx, first)
 		switch {
 		case ctx.Err() != nil:
 			return ctx.Err()
 		case err == nil && code/100 == 2:
-			s.p.showProgress("verifying", 0, 0)
+			s.show("verifying", 0, 0)
 			return nil
 		case err == nil && code == http.StatusNotFound:
 			err = errGone
@@ -144,7 +150,7 @@ var errGone = errors.New("the address expects no upload")
 
 // awaitOffset pauses, and asks the node where to continue. gone: the node expects no upload any more. A node that has
 // just started does not expect the upload yet.
-func (s *sender) awaitOffset(ctx context.Context, cause error) (gone bool, err error) {
+func (s *Sender) awaitOffset(ctx context.Context, cause error) (gone bool, err error) {
 	for ; ; s.tries++ {
 		if s.tries >= sendTries && errors.Is(cause, errGone) {
 			return true, nil // the upload ended or continues at another address: the image's status decides
@@ -178,9 +184,9 @@ func (s *sender) awaitOffset(ctx context.Context, cause error) (gone bool, err e
 			s.tries = 0
 		}
 		s.off = now.Offset
-		s.p.showProgress("sending", s.off, s.size)
+		s.show("sending", s.off, s.size)
 		if now.Sending && !s.mine {
-			continue // another sender is active; the node ends a silent sender
+			continue // another Sender is active; the node ends a silent Sender
 		}
 		s.tries++
 		return now.Offset == s.size, s.compareContent(now)
@@ -189,7 +195,7 @@ func (s *sender) awaitOffset(ctx context.Context, cause error) (gone bool, err e
 
 // askProgress asks for the progress of the upload: through the current way, else through the other way, which becomes
 // current.
-func (s *sender) askProgress(ctx context.Context) (first said, code int, err error) {
+func (s *Sender) askProgress(ctx context.Context) (first said, code int, err error) {
 	for i := range s.ways {
 		req, rerr := http.NewRequestWithContext(ctx, http.MethodGet, s.ways[i].to, nil)
 		if rerr != nil {
@@ -210,10 +216,10 @@ func (s *sender) askProgress(ctx context.Context) (first said, code int, err err
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // compareContent refuses to continue an upload of another file.
-func (s *sender) compareContent(now said) error {
+func (s *Sender) compareContent(now said) error {
 	sum := crc32.New(castagnoli)
 	if n, err := io.Copy(sum, io.NewSectionReader(s.body, 0, min(now.Offset, s.size))); err != nil {
-		return fileError("image file", s.body.Name(), err)
+		return api.Errorf(api.Other, "image file %s: cannot be read again: %w", s.body.Name(), err)
 	} else if n != now.Offset || sum.Sum32() != now.CRC32C {
 		return api.Errorf(api.Exists, "the node has %s of another file for this image: delete the image to begin again",
 			api.SizeText(now.Offset))
@@ -222,9 +228,9 @@ func (s *sender) compareContent(now said) error {
 }
 
 // putRest sends the rest of the file. The first call gives way to an active sender.
-func (s *sender) putRest(ctx context.Context, first bool) (said, int, error) {
+func (s *Sender) putRest(ctx context.Context, first bool) (said, int, error) {
 	n := s.size - s.off
-	r := &counter{r: io.NewSectionReader(s.body, s.off, n), p: s.p, state: "sending", done: s.off, total: s.size}
+	r := &counter{r: io.NewSectionReader(s.body, s.off, n), show: s.show, state: "sending", done: s.off, total: s.size}
 	req, err := http.NewRequestWithContext(ctx, http.MethodPut, s.ways[0].to, io.NopCloser(r))
 	if err != nil {
 		return said{}, 0, err
@@ -253,4 +259,20 @@ func (w way) doRequest(req *http.Request) (said, int, error) {
 		a.Message = strings.TrimSpace(resp.Status + " " + string(b))
 	}
 	return a, resp.StatusCode, nil
+}
+
+// counter reports the bytes read through counter to show.
+type counter struct {
+	r     io.Reader
+	show  Progress
+	state string
+	done  int64
+	total int64
+}
+
+func (c *counter) Read(b []byte) (int, error) {
+	n, err := c.r.Read(b)
+	c.done += int64(n)
+	c.show(c.state, c.done, c.total)
+	return n, err
 }
