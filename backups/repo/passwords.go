@@ -36,19 +36,7 @@ func OpenAny(ctx context.Context, store target.Store, p Passwords, o Options) (r
 // afterwards.
 func (r *Repository) UpdateKeys(ctx context.Context, p Passwords) (count int, err error) {
 	for _, password := range []string{p.Current, p.Recovery} {
-		if password == "" {
-			continue
-		}
-		opened, err := r.keyFilesOf(ctx, password)
-		if err == nil && len(opened) == 0 {
-			if err = r.AddPassword(ctx, password); err == nil {
-				opened, err = r.keyFilesOf(ctx, password)
-			}
-			if err == nil && len(opened) == 0 {
-				err = api.Errorf(api.Unavailable, "repository %.8s: the store does not list a new key file yet; try again", r.ID())
-			}
-		}
-		if err != nil {
+		if err := r.ensureKey(ctx, password); err != nil {
 			return 0, err
 		}
 	}
@@ -70,9 +58,31 @@ func (r *Repository) UpdateKeys(ctx context.Context, p Passwords) (count int, er
 			return 0, api.Errorf(api.KindOf(err), "repository %.8s: %d key files of old passwords cannot be deleted: %w", r.ID(),
 				len(names), err)
 		}
+		// Another cluster may change the passwords the other way round, and delete the key file of the current one. Each
+		// cluster looks after its own deletion, so the later one sees both.
+		if err := r.ensureKey(ctx, p.Current); err != nil {
+			return 0, err
+		}
 	}
 	files, err := listFolder(ctx, r.store, keysFolder)
 	return len(files), err
+}
+
+// ensureKey makes a key file for a password, unless one exists or the password is empty, and reads the file back.
+func (r *Repository) ensureKey(ctx context.Context, password string) error {
+	if password == "" {
+		return nil
+	}
+	opened, err := r.keyFilesOf(ctx, password)
+	if err == nil && len(opened) == 0 {
+		if err = r.AddPassword(ctx, password); err == nil {
+			opened, err = r.keyFilesOf(ctx, password)
+		}
+		if err == nil && len(opened) == 0 {
+			err = api.Errorf(api.Unavailable, "repository %.8s: the store does not list a new key file yet; try again", r.ID())
+		}
+	}
+	return err
 }
 
 // KeyNames returns a digest of the names of all key files, which changes when a key file is made or deleted.

@@ -84,3 +84,35 @@ func TestOldKeyStaysWithoutANewOne(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestOppositePasswordChangesLeaveAKey: another cluster changes the password back at the same moment, and deletes the
+// new key file while the old one is deleted here. The new password opens the repository in the end, and the key file of
+// a third password, which a person made, stays.
+func TestOppositePasswordChangesLeaveAKey(t *testing.T) {
+	store := newMemoryStore()
+	r := newRepository(t, store)
+	must(t, r.AddPassword(t.Context(), "of a person"))
+	person, err := r.keyFilesOf(t.Context(), "of a person")
+	must(t, err)
+	deleted := false
+	store.after = func(operation, _ string) error {
+		if operation == "delete" && !deleted {
+			deleted = true
+			for _, name := range store.names(keysFolder) {
+				if name != person[0].Name {
+					must(t, store.Delete(t.Context(), name))
+				}
+			}
+		}
+		return nil
+	}
+	n, err := r.UpdateKeys(t.Context(), Passwords{Current: "new", Old: []string{password}})
+	if n != 2 || err != nil || !deleted {
+		t.Errorf("%d key files, %v", n, err)
+	}
+	for _, p := range []string{"new", "of a person"} {
+		if _, err := Open(t.Context(), store, p, Options{}); err != nil {
+			t.Errorf("%q: %v", p, err)
+		}
+	}
+}
