@@ -82,7 +82,10 @@ func (c *checker) run(ctx context.Context, o WriterOptions) (err error) {
 			return err
 		}
 	}
-	return c.checkSnapshots(ctx)
+	if err := c.checkSnapshots(ctx); err != nil {
+		return err
+	}
+	return c.r.CheckStore(ctx) // an empty mount point lacks all blobs, or the snapshots that need them
 }
 
 // checkFiles compares key files and index files with their names.

@@ -216,6 +216,9 @@ func (r *Repository) retire(ctx context.Context, packs []DamagedPack, o WriterOp
 	if len(packs) == 0 {
 		return 0, nil
 	}
+	if err := r.CheckStore(ctx); err != nil { // an empty mount point lacks all packs
+		return 0, err
+	}
 	damaged := map[blob.ID]bool{}
 	for _, p := range packs {
 		damaged[p.ID] = true

@@ -229,3 +229,39 @@ func TestKilledVerificationLosesNothing(t *testing.T) {
 		}
 	}
 }
+
+// TestVanishedStoreIsNoDamage: the share of a store is unmounted in the middle of a verification, or of a check, so that
+// no object exists any more, and is mounted again later. No pack has a mark, and nothing is reported as damage.
+func TestVanishedStoreIsNoDamage(t *testing.T) {
+	for name, do := range map[string]func(r *Repository) error{
+		"verification": func(r *Repository) error {
+			_, err := r.Verify(t.Context(), VerifyOptions{Until: lastPack, Writer: WriterOptions{PackSize: 20_000}})
+			return err
+		},
+		"check": func(r *Repository) error {
+			_, err := r.Check(t.Context(), WriterOptions{PackSize: 20_000})
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			store := newMemoryStore()
+			r := newRepository(t, store)
+			saveFiles(t, r, 20_000, numbers(0, 10)...)
+			indexes, gone := store.names(indexFolder), false
+			store.before = func(operation, name string) error {
+				gone = gone || operation != "put" && strings.HasPrefix(name, dataFolder)
+				if gone && (operation == "get" || operation == "stat") {
+					return api.Errorf(api.NotFound, "object %s does not exist", name)
+				}
+				return nil
+			}
+			if err := do(openRepository(t, store)); !api.Is(err, api.Unavailable) || !gone {
+				t.Errorf("the %s of a store that vanished: %v", name, err)
+			}
+			store.before = nil
+			if now := store.names(indexFolder); !slices.Equal(now, indexes) {
+				t.Errorf("index files %v, want %v", now, indexes)
+			}
+		})
+	}
+}
