@@ -191,8 +191,8 @@ func TestUnfinishedImageBackupLeavesNothing(t *testing.T) {
 }
 
 // TestImageBackupsTravel: a cluster that uses the same store finds the backup of an image, with its facts, and deletes
-// it in the store. While a backup of a volume names the image, the deletion waits, unless a user forces it. A backup
-// that the store lost loses its object.
+// it in the store. While a backup of a volume names the image, the deletion waits, unless a user forces it, and the
+// backup can be restored meanwhile. A backup that the store lost loses its object.
 func TestImageBackupsTravel(t *testing.T) {
 	w := newWorld(t)
 	w.opts.Targets.Confirm = 1
@@ -228,6 +228,9 @@ func TestImageBackupsTravel(t *testing.T) {
 		return b.Status.State == api.BackupDeleting &&
 			strings.Contains(b.Status.Message, "1 backup of volumes with image golden exist")
 	})
+	open, err := w.open(t.Context(), found.Status.URL) // a restore that begins again
+	must(t, err)
+	must(t, open.Close())
 	w.check(2)
 	apitest.Edit(w.Server, found, func(b *api.BackupBackingImage) {
 		b.Annotations = map[string]string{api.AnnotationForceDelete: "true"}

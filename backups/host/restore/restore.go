@@ -90,10 +90,7 @@ func (b *Backups) find(ctx context.Context, url string) (api.StoredBackup, error
 		return nil, api.Explain(err, "list backups")
 	}
 	for i := range list.Items {
-		o := &list.Items[i]
-		// The deletion of a Backup waits for restores, which a restart of the node interrupts.
-		waits := o.Status.State == api.BackupDeleting && o.Status.SnapshotID != ""
-		if o.Status.URL == url && (o.Status.State == api.BackupCompleted || waits) {
+		if o := &list.Items[i]; hasURL(&o.Status.CommonBackupStatus, url) {
 			return o, nil
 		}
 	}
@@ -102,11 +99,18 @@ func (b *Backups) find(ctx context.Context, url string) (api.StoredBackup, error
 		return nil, api.Explain(err, "list backups of images")
 	}
 	for i := range images.Items {
-		if o := &images.Items[i]; o.Status.URL == url && o.Status.State == api.BackupCompleted {
+		if o := &images.Items[i]; hasURL(&o.Status.CommonBackupStatus, url) {
 			return o, nil
 		}
 	}
 	return nil, api.Errorf(api.NotFound, "no completed backup has the URL %s: compare with status.url of the Backups", url)
+}
+
+// hasURL reports whether a status is that of a complete backup with the URL. The deletion of a backup waits for
+// restores, which a restart of the node interrupts.
+func hasURL(s *api.CommonBackupStatus, url string) bool {
+	waits := s.State == api.BackupDeleting && s.SnapshotID != ""
+	return s.URL == url && (s.State == api.BackupCompleted || waits)
 }
 
 // load locks the repository and reads the backup's description.
