@@ -1,8 +1,9 @@
 // Package limited is a store around another store that bounds the rates of the bytes to the store and from the store.
 //
 // A Put or Get of n bytes begins when the rate allows the bytes of the calls before, and then moves its bytes at once:
-// the rate holds on average. Lists and deletions have no bound. The Store lies outside of package bounded, so that the
-// time of a wait counts for no deadline.
+// the rate holds on average. Lists and deletions have no bound. Small objects are counted and do not wait: behind packs
+// on a slow line, the refresh of a lock would come too late, and other programs would take the session for dead. The
+// Store lies outside of package bounded, so that the time of a wait counts for no deadline.
 //
 // The package starts no goroutines.
 package limited
@@ -39,9 +40,21 @@ var (
 // New returns inner with rates. Close closes inner.
 func New(inner target.Store, rates *Rates) *Store { return &Store{inner, rates} }
 
+// smallObject is larger than a lock, a key file or the config.
+const smallObject = 4 << 10
+
+// wait waits for n bytes of t.
+func wait(ctx context.Context, t *block.Throttle, n int64) error {
+	if n <= smallObject {
+		t.Add(n)
+		return nil
+	}
+	return t.Wait(ctx, n)
+}
+
 // Put implements target.Store.
 func (s *Store) Put(ctx context.Context, name string, body []byte) error {
-	if err := s.rates.upload.Wait(ctx, int64(len(body))); err != nil {
+	if err := wait(ctx, &s.rates.upload, int64(len(body))); err != nil {
 		return err
 	}
 	return s.inner.Put(ctx, name, body)
@@ -56,7 +69,13 @@ func (s *Store) Get(ctx context.Context, name string, off, n int64) ([]byte, err
 	if n < 0 || n > longestRange {
 		counted = 0
 	}
-	if err := s.rates.download.Wait(ctx, counted); err != nil {
+	var err error
+	if counted == n {
+		err = wait(ctx, &s.rates.download, n)
+	} else {
+		err = s.rates.download.Wait(ctx, 0)
+	}
+	if err != nil {
 		return nil, err
 	}
 	body, err := s.inner.Get(ctx, name, off, n)

@@ -91,3 +91,32 @@ func TestRatesHoldForAllUsers(t *testing.T) {
 		}
 	})
 }
+
+// TestLocksDoNotWaitForPacks: packs wait for days on a slow line, and a lock is written and read at once meanwhile.
+func TestLocksDoNotWaitForPacks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		rates := &Rates{}
+		rates.Set(1, 1)
+		s := open(t, rates)
+		ctx, cancel := context.WithCancel(t.Context())
+		var packs errgroup.Group
+		for _, name := range []string{"a", "b", "c"} {
+			packs.Go(func() error { return s.Put(ctx, name, targettest.Body(1<<20, 1)) })
+		}
+		synctest.Wait()
+		began, lock := time.Now(), targettest.Body(300, 2)
+		if err := s.Put(t.Context(), "lock", lock); err != nil {
+			t.Error(err)
+		}
+		if got, err := s.Get(t.Context(), "lock", 0, 300); err != nil || !bytes.Equal(got, lock) {
+			t.Errorf("the lock is %d other bytes, or %v", len(got), err)
+		}
+		if took := time.Since(began); took > 0 {
+			t.Errorf("the lock waited %v", took)
+		}
+		cancel()
+		if err := packs.Wait(); err == nil {
+			t.Error("no pack had to wait")
+		}
+	})
+}
