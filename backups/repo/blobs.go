@@ -93,9 +93,23 @@ func (b *Blobs) IsCurrent(ctx context.Context) (bool, error) {
 	return found == len(b.files), nil
 }
 
-// loadTable returns a table of all index files. With cached, the table of an earlier session is the base.
+// sharedTable is the table that the sessions of a repository share. The holder of turn loads the index.
+type sharedTable struct {
+	turn  chan struct{}
+	table *index.Table // of the last session that loaded the index; closed after its last session
+}
+
+func newSharedTable() *sharedTable { return &sharedTable{turn: make(chan struct{}, 1)} }
+
+// loadTable returns a table of all index files. With cached, the base is the table of another session, or the one in
+// the cache. While one session of this Repository loads the index, the other ones wait: they need the same files.
 func (r *Repository) loadTable(ctx context.Context, cached bool) (*index.Table, error) {
-	folder := filepath.Join(r.options.Cache, r.ID())
+	select {
+	case r.shared.turn <- struct{}{}:
+		defer func() { <-r.shared.turn }()
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
 	for range listAttempts {
 		files, err := r.listIndex(ctx)
 		if err != nil {
@@ -103,18 +117,33 @@ func (r *Repository) loadTable(ctx context.Context, cached bool) (*index.Table, 
 		}
 		var base *index.Table
 		if cached {
-			base, _ = index.OpenTable(filepath.Join(folder, tableName), r.tableOwner()) // without one, all files are read
+			base = r.openBase()
 		}
-		t, err := r.updateTable(ctx, folder, base, files)
+		t, err := r.updateTable(ctx, base, files)
 		switch {
 		case errors.Is(err, errTableDamaged):
 			cached = false
 		case !api.Is(err, api.NotFound): // an index file vanishes when a sweep has replaced the file
+			if err == nil {
+				r.shared.table = t
+			}
 			return t, err
 		}
 	}
 	return nil, api.Errorf(api.Busy, "repository %.8s: the index files change all the time; try again", r.ID())
 }
+
+// openBase returns the table of another session, or that in the cache, or nil: then all index files are read.
+func (r *Repository) openBase() *index.Table {
+	if t := r.shared.table; t != nil && t.Share() {
+		return t
+	}
+	base, _ := index.OpenTable(filepath.Join(r.cacheFolder(), tableName), r.tableOwner())
+	return base
+}
+
+// cacheFolder is the local folder of the repository.
+func (r *Repository) cacheFolder() string { return filepath.Join(r.options.Cache, r.ID()) }
 
 // listIndex lists the index files twice: a list may miss a file that a sweep replaces meanwhile, together with the new
 // file.
@@ -141,67 +170,56 @@ func (r *Repository) tableOwner() blob.ID { return blob.Sum([]byte(r.ID())) }
 var errTableDamaged = errors.New("the local index table is damaged")
 
 // updateTable returns base if base covers just files, or a new table.
-func (r *Repository) updateTable(ctx context.Context, folder string, base *index.Table, files []namedFile) (
-	*index.Table, error) {
-	left := map[blob.ID]namedFile{}
+func (r *Repository) updateTable(ctx context.Context, base *index.Table, files []namedFile) (t *index.Table, err error) {
+	added, vanished := map[blob.ID]namedFile{}, map[blob.ID]struct{}{}
 	for _, f := range files {
-		left[f.id] = f
+		added[f.id] = f
 	}
-	base = r.withoutKnown(base, left)
-	if base != nil && len(left) == 0 {
-		return base, nil
-	}
-	t, err := r.buildTable(ctx, folder, base, left)
 	if base != nil {
-		err = errors.Join(err, base.Close())
-	}
-	return t, err
-}
-
-// withoutKnown removes the files that base covers from left. A table that covers a file which no longer exists is of no
-// use: the sweep that removed the file may have removed blobs.
-func (r *Repository) withoutKnown(base *index.Table, left map[blob.ID]namedFile) *index.Table {
-	if base == nil {
-		return nil
-	}
-	for _, id := range base.Files() {
-		if _, ok := left[id]; !ok {
-			_ = base.Close()
-			return nil
+		for _, id := range base.Files() {
+			if _, ok := added[id]; !ok {
+				vanished[id] = struct{}{}
+			}
+			delete(added, id)
 		}
+		if len(added) == 0 && len(vanished) == 0 {
+			return base, nil
+		}
+		defer func() { err = errors.Join(err, base.Close()) }()
 	}
-	for _, id := range base.Files() {
-		delete(left, id)
-	}
-	return base
+	return r.buildTable(ctx, base, vanished, added)
 }
 
-func (r *Repository) buildTable(ctx context.Context, folder string, base *index.Table, files map[blob.ID]namedFile) (
-	t *index.Table, err error) {
-	b, err := index.NewTableBuilder(folder, r.tableOwner(), base)
+// buildTable builds a table of base without the packs of vanished index files, and of added ones.
+func (r *Repository) buildTable(ctx context.Context, base *index.Table, vanished map[blob.ID]struct{},
+	added map[blob.ID]namedFile) (t *index.Table, err error) {
+	b, err := index.NewTableBuilder(r.cacheFolder(), r.tableOwner(), base, vanished)
 	if err != nil {
-		return nil, err
+		return nil, damagedTable(err)
 	}
 	defer func() { err = errors.Join(err, b.Close()) }()
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(indexReaders)
-	for _, f := range files {
+	for _, f := range added {
+		add := b.AddFile(f.id)
 		group.Go(func() error {
-			if _, err := r.scanIndexFile(ctx, f, b.Add); err != nil {
-				return err
-			}
-			b.AddFile(f.id)
-			return nil
+			_, err := r.scanIndexFile(ctx, f, add)
+			return err
 		})
 	}
 	if err := group.Wait(); err != nil {
 		return nil, err
 	}
 	t, err = b.Finish(tableName)
+	return t, damagedTable(err)
+}
+
+// damagedTable tells damage of the base from that of an index file.
+func damagedTable(err error) error {
 	if api.Is(err, api.Corrupt) {
-		err = errors.Join(errTableDamaged, err)
+		return errors.Join(errTableDamaged, err)
 	}
-	return t, err
+	return err
 }
 
 // scanIndexFile reads an index file and calls each with the packs in the file; session is the session that wrote the
@@ -350,7 +368,7 @@ func (b *Blobs) mergeAdded() (err error) {
 	if base == nil || len(added) == 0 {
 		return nil
 	}
-	builder, err := index.NewTableBuilder(filepath.Join(b.r.options.Cache, b.r.ID()), b.r.tableOwner(), base)
+	builder, err := index.NewTableBuilder(b.r.cacheFolder(), b.r.tableOwner(), base, nil)
 	if err != nil {
 		return err
 	}

@@ -21,8 +21,8 @@ const keyFilesLimit = 32
 
 // Options of a repository on this machine.
 type Options struct {
-	// Cache is the folder for the index tables of repositories, and for the records of sessions. The folder may be deleted
-	// while no repository is open; empty: sessions have no records.
+	// Cache is the folder for what can be read again from the stores, and for the records of sessions. An administrator
+	// may delete the folder while no repository is open; empty: sessions have no records.
 	Cache    string
 	Hostname string // who locks and adds passwords; empty: the name of the machine
 	Username string // empty: drover
@@ -38,6 +38,7 @@ type Repository struct {
 	key     *blob.Key
 	config  config
 	options Options
+	shared  *sharedTable
 }
 
 type config struct {
@@ -113,7 +114,7 @@ func Open(ctx context.Context, store target.Store, password string, o Options) (
 	} else if err != nil {
 		return nil, api.Errorf(api.KindOf(err), "repository: %w", err)
 	}
-	r := &Repository{store: store, options: o.withDefaults()}
+	r := &Repository{store: store, options: o.withDefaults(), shared: newSharedTable()}
 	var content []byte
 	tried, err := tryKeyFiles(ctx, store, password, func(s blob.Secret) bool {
 		key := blob.NewKey(s)

@@ -384,7 +384,7 @@ func (s *sweep) readIndex(ctx context.Context, v *view) (authors []string, err e
 	if v.files, err = listFolder(ctx, s.r.store, indexFolder); err != nil {
 		return nil, err
 	}
-	b, err := index.NewTableBuilder(filepath.Join(s.r.options.Cache, s.r.ID()), s.r.tableOwner(), nil)
+	b, err := index.NewTableBuilder(s.r.cacheFolder(), s.r.tableOwner(), nil, nil)
 	if err != nil {
 		return nil, err
 	}

@@ -2,6 +2,7 @@ package index
 
 import (
 	"bufio"
+	"crypto/rand"
 	"encoding/binary"
 	"errors"
 	"hash/crc32"
@@ -24,30 +25,45 @@ const (
 	marksLimit  = 1 << 18 // damaged packs: 8 TiB
 )
 
+// droppedFile is in place of the number of a vanished index file.
+const droppedFile = noFile - 1
+
+// droppedPack is in place of the number of a pack that the new table does not have.
+const droppedPack = damagedBit
+
 // TableBuilder collects entries in any order, sorts them in runs, and merges the runs into a table. The methods are
 // safe for concurrent use.
 type TableBuilder struct {
 	folder     string
 	repository blob.ID
 	base       *Table
-	runSize    int // entries of a run
+	basePacks  []uint32 // number in the new table, or droppedPack, of each pack of base
+	runSize    int      // entries of a run
 	withHidden bool
 
 	mu    sync.Mutex
 	run   []record
 	runs  []int64 // where each run ends in spilled, in bytes
 	spill *spillFile
-	names *spillFile // of packs
+	names *spillFile // packs, as in the table
 	packs int64
 	files []blob.ID
-	marks map[blob.ID]struct{} // damaged packs
+	marks map[mark]struct{}
 }
 
-// NewTableBuilder builds a table of repository in folder. The table has all that base has, which may be nil. The caller
-// closes the builder.
-func NewTableBuilder(folder string, repository blob.ID, base *Table) (*TableBuilder, error) {
+// mark says that an index file marks a pack as damaged.
+type mark struct {
+	pack blob.ID
+	file uint32
+}
+
+// NewTableBuilder builds a table of repository in folder. The table has all that base has, which may be nil, without the
+// packs and marks of the index files in vanished. An error of kind Corrupt says that base is damaged. The caller closes the
+// builder.
+func NewTableBuilder(folder string, repository blob.ID, base *Table, vanished map[blob.ID]struct{}) (
+	*TableBuilder, error) {
 	b := &TableBuilder{folder: folder, repository: repository, base: base, runSize: runRecords,
-		marks: map[blob.ID]struct{}{}}
+		marks: map[mark]struct{}{}}
 	err := os.MkdirAll(folder, 0o700) // an administrator may delete a cache at any time
 	if err != nil {
 		return nil, err
@@ -59,32 +75,106 @@ func NewTableBuilder(folder string, repository blob.ID, base *Table) (*TableBuil
 		return nil, errors.Join(err, b.spill.close())
 	}
 	if base != nil {
-		b.packs, b.files = base.packs.count, slices.Clone(base.files)
+		if err := b.takeBase(vanished); err != nil {
+			return nil, errors.Join(err, b.Close())
+		}
 	}
 	return b, nil
+}
+
+// takeBase takes the packs and marks of base over, except those of vanished index files: a sweep removed the files, and
+// may have removed the packs, too. The new index files of the sweep have the marks that still count.
+func (b *TableBuilder) takeBase(vanished map[blob.ID]struct{}) error {
+	numbers := make([]uint32, len(b.base.files)) // of the files in the new table
+	for i, id := range b.base.files {
+		if _, ok := vanished[id]; ok {
+			numbers[i] = droppedFile
+			continue
+		}
+		numbers[i] = uint32(len(b.files))
+		b.files = append(b.files, id)
+	}
+	newFile := func(item []byte) (uint32, error) {
+		file := binary.LittleEndian.Uint32(item[idSize:])
+		if file == noFile {
+			return noFile, nil
+		}
+		if int64(file) >= int64(len(numbers)) {
+			return 0, api.Errorf(api.Corrupt, "index table: index file %d of %d does not exist", file, len(numbers))
+		}
+		return numbers[file], nil
+	}
+	b.basePacks = make([]uint32, 0, b.base.packs.count)
+	if err := b.base.each(b.base.packs, func(item []byte) error {
+		file, err := newFile(item)
+		if err != nil {
+			return err
+		}
+		if file == droppedFile {
+			b.basePacks = append(b.basePacks, droppedPack)
+			return nil
+		}
+		b.basePacks = append(b.basePacks, uint32(b.packs))
+		return b.addPackName(blob.ID(item[:idSize]), file)
+	}); err != nil {
+		return err
+	}
+	return b.base.each(b.base.marks, func(item []byte) error {
+		file, err := newFile(item)
+		if err != nil || file == droppedFile {
+			return err
+		}
+		return b.addMark(mark{blob.ID(item[:idSize]), file})
+	})
+}
+
+// addPackName gives a pack the next number.
+func (b *TableBuilder) addPackName(id blob.ID, file uint32) error {
+	b.packs++
+	_, err := b.names.Write(packItem(id, file))
+	return err
+}
+
+// packItem is a pack, or a mark, and its index file as bytes of a table.
+func packItem(id blob.ID, file uint32) []byte {
+	return binary.LittleEndian.AppendUint32(append(make([]byte, 0, packSize), id[:]...), file)
 }
 
 // Close removes the temporary files.
 func (b *TableBuilder) Close() error { return errors.Join(b.spill.close(), b.names.close()) }
 
-// WithHidden makes a table that has the blobs of hidden packs, too, as far as no other pack has them. Such a table is
-// for a sweep alone: it has no base and no name.
+// WithHidden makes a table that has the blobs of hidden packs, too. Such a table is for a sweep alone: it has no base
+// and no name.
 func (b *TableBuilder) WithHidden() { b.withHidden = true }
 
-// Add adds the blobs of a pack, or a mark. A hidden pack adds none, except WithHidden.
-func (b *TableBuilder) Add(p Pack) error {
+// Add adds the blobs of a pack that no index file names, or that stays whatever becomes of the file, or such a mark. A
+// hidden pack adds none, except WithHidden.
+func (b *TableBuilder) Add(p Pack) error { return b.add(p, noFile) }
+
+// AddFile notes that the table covers an index file, and returns the function that adds the packs and marks of
+// the file.
+func (b *TableBuilder) AddFile(id blob.ID) (add func(Pack) error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	file := uint32(len(b.files))
+	b.files = append(b.files, id)
+	return func(p Pack) error { return b.add(p, file) }
+}
+
+func (b *TableBuilder) add(p Pack, file uint32) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
 	if p.Damaged {
-		return b.addMark(p.ID)
+		return b.addMark(mark{p.ID, file})
 	}
 	if p.Hidden && !b.withHidden || len(p.Entries) == 0 && !b.withHidden {
 		return nil
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.packs >= damagedBit {
+	if b.packs >= droppedPack {
 		return api.Errorf(api.Full, "index table: %d packs are too many; prune the repository", b.packs)
 	}
-	if _, err := b.names.Write(p.ID[:]); err != nil {
+	pack := uint32(b.packs)
+	if err := b.addPackName(p.ID, file); err != nil {
 		return err
 	}
 	for _, e := range p.Entries {
@@ -93,31 +183,21 @@ func (b *TableBuilder) Add(p Pack) error {
 				return err
 			}
 		}
-		number := uint32(b.packs) | uint32(e.Kind)*treeBit
+		number := pack | uint32(e.Kind)*treeBit
 		if p.Hidden {
 			number |= hiddenBit
 		}
 		b.run = append(b.run, record{e.ID, number, e.Offset, e.Length, e.Plain})
 	}
-	b.packs++
 	return nil
 }
 
-func (b *TableBuilder) addMark(id blob.ID) error {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.marks[id] = struct{}{}; len(b.marks) > marksLimit {
+func (b *TableBuilder) addMark(m mark) error {
+	if b.marks[m] = struct{}{}; len(b.marks) > marksLimit {
 		return api.Errorf(api.Unsupported, "index table: more than %d packs are damaged; restore the store from a copy",
 			marksLimit)
 	}
 	return nil
-}
-
-// AddFile notes that the table covers an index file.
-func (b *TableBuilder) AddFile(id blob.ID) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.files = append(b.files, id)
 }
 
 func (b *TableBuilder) sortRun() {
@@ -214,7 +294,11 @@ func temporaryFile(folder string) (*os.File, error) {
 // write writes the sections, and page 0 in the end, so that an unfinished file is no table. No fsync: after a loss of
 // power the checksums tell.
 func (b *TableBuilder) write(f *os.File) (*Table, error) {
-	w := &pageWriter{to: bufio.NewWriterSize(&offsetWriter{f, pageSize}, 256<<10), number: 1}
+	t := newTable(f)
+	var random [4]byte
+	_, _ = rand.Read(random[:]) // never fails
+	t.tag = binary.LittleEndian.Uint32(random[:])
+	w := &pageWriter{to: bufio.NewWriterSize(&offsetWriter{f, pageSize}, 256<<10), tag: t.tag, number: 1}
 	var prefixes []uint64
 	records, err := b.merge(w, &prefixes)
 	if err == nil {
@@ -223,10 +307,12 @@ func (b *TableBuilder) write(f *os.File) (*Table, error) {
 	if err != nil {
 		return nil, err
 	}
-	slices.SortFunc(b.files, func(x, y blob.ID) int { return slices.Compare(x[:], y[:]) })
-	b.files = slices.Compact(b.files)
 	for _, id := range b.files {
 		w.add(id[:])
+	}
+	w.flush()
+	for m := range b.marks {
+		w.add(packItem(m.pack, m.file))
 	}
 	w.flush()
 	for _, p := range prefixes {
@@ -239,9 +325,9 @@ func (b *TableBuilder) write(f *os.File) (*Table, error) {
 	if w.err != nil {
 		return nil, w.err
 	}
-	head := &pageWriter{to: bufio.NewWriter(&offsetWriter{f, 0})}
+	head := &pageWriter{to: bufio.NewWriter(&offsetWriter{f, 0}), tag: t.tag}
 	item := append([]byte(tableMagic), b.repository[:]...)
-	for _, n := range []int64{records, b.packs, int64(len(b.files))} {
+	for _, n := range []int64{records, b.packs, int64(len(b.files)), int64(len(b.marks))} {
 		item = binary.LittleEndian.AppendUint64(item, uint64(n))
 	}
 	head.add(item)
@@ -249,65 +335,53 @@ func (b *TableBuilder) write(f *os.File) (*Table, error) {
 	if err := errors.Join(head.err, head.to.Flush()); err != nil {
 		return nil, err
 	}
-	l := layout(records, b.packs, int64(len(b.files)))
-	return &Table{file: f, records: l.records, packs: l.packs, prefixes: prefixes, files: b.files}, nil
+	l := layout(records, b.packs, int64(len(b.files)), int64(len(b.marks)))
+	t.records, t.packs, t.marks, t.prefixes, t.files = l.records, l.packs, l.marks, prefixes, b.files
+	return t, nil
 }
 
 func (b *TableBuilder) writePackNames(w *pageWriter) error {
-	err := b.eachPack(func(_ uint32, id []byte) error { w.add(id); return w.err })
-	if err != nil {
-		return err
-	}
+	err := b.eachPack(func(item []byte) { w.add(item) })
 	w.flush()
-	return w.err
+	return errors.Join(err, w.err)
 }
 
-// eachPack calls each with the number and the name of every pack.
-func (b *TableBuilder) eachPack(each func(number uint32, id []byte) error) error {
-	number := uint32(0)
-	if b.base != nil {
-		if err := b.base.each(b.base.packs, func(item []byte) error {
-			number++
-			return each(number-1, item)
-		}); err != nil {
-			return err
-		}
-	}
+// eachPack calls each with all packs in the order of their numbers.
+func (b *TableBuilder) eachPack(each func(item []byte)) error {
 	from, err := b.names.reader(0, 64<<10)
 	if err != nil {
 		return err
 	}
-	for ; ; number++ {
-		var id blob.ID
-		if _, err := io.ReadFull(from, id[:]); errors.Is(err, io.EOF) {
+	for {
+		var item [packSize]byte
+		if _, err := io.ReadFull(from, item[:]); errors.Is(err, io.EOF) {
 			return nil
 		} else if err != nil {
 			return err
 		}
-		if err := each(number, id[:]); err != nil {
-			return err
-		}
+		each(item[:])
 	}
 }
 
-// damagedNumbers are the numbers of the marked packs.
-func (b *TableBuilder) damagedNumbers() (map[uint32]struct{}, error) {
+// damagedPacks tells of each pack whether an index file marks the pack. The result is nil without marks. Any index file
+// may mark any pack, also one that an older table has.
+func (b *TableBuilder) damagedPacks() (damaged []bool, err error) {
 	if len(b.marks) == 0 {
 		return nil, nil
 	}
-	damaged := map[uint32]struct{}{}
-	return damaged, b.eachPack(func(number uint32, id []byte) error {
-		if _, is := b.marks[blob.ID(id)]; is {
-			damaged[number] = struct{}{}
-		}
-		return nil
-	})
+	marked := map[blob.ID]bool{}
+	for m := range b.marks {
+		marked[m.pack] = true
+	}
+	damaged = make([]bool, 0, b.packs)
+	return damaged, b.eachPack(func(item []byte) { damaged = append(damaged, marked[blob.ID(item[:idSize])]) })
 }
 
 // pageWriter packs items into pages.
 type pageWriter struct {
 	to     *bufio.Writer
-	number uint64
+	tag    uint32
+	number uint32
 	page   [pageSize]byte
 	used   int
 	err    error
@@ -330,7 +404,8 @@ func (w *pageWriter) flush() {
 	}
 	clear(w.page[headerSize+w.used:])
 	binary.LittleEndian.PutUint32(w.page[4:], uint32(w.used))
-	binary.LittleEndian.PutUint64(w.page[8:], w.number)
+	binary.LittleEndian.PutUint32(w.page[8:], w.number)
+	binary.LittleEndian.PutUint32(w.page[12:], w.tag)
 	binary.LittleEndian.PutUint32(w.page[:], crc32.Checksum(w.page[4:], castagnoli))
 	_, w.err = w.to.Write(w.page[:])
 	w.number++

@@ -4,55 +4,35 @@ import (
 	"bufio"
 	"encoding/binary"
 	"io"
-	"slices"
+
+	"drover.io/drover/api"
 )
 
 // mergeSource is a sorted stream of entries. The queue of a merge has the sources as a binary heap.
 type mergeSource struct {
 	record
-	rank int // of two equal entries, the merge keeps that of the lower rank
-	next func(*record) (ok bool, err error)
+	next nextRecord
 }
 
-func (s *mergeSource) less(o *mergeSource) bool {
-	c := s.order(&o.record)
-	return c < 0 || c == 0 && s.rank < o.rank
-}
-
-// merge writes all entries in order, the best copies of each blob, and returns their number.
+// merge writes all entries in order, and returns their number. A blob that several packs have keeps an entry for each: a
+// later table may lose one of the packs.
 func (b *TableBuilder) merge(w *pageWriter, prefixes *[]uint64) (records int64, err error) {
-	damaged, err := b.damagedNumbers()
+	damaged, err := b.damagedPacks()
 	if err != nil {
 		return 0, err
 	}
-	queue, err := b.sources()
+	queue, err := b.sources(damaged)
 	if err != nil {
 		return 0, err
 	}
-	var copies []record // of one blob
 	var item [recordSize]byte
-	write := func() {
-		for _, r := range bestCopies(copies) {
-			r.encode(item[:])
-			if w.add(item[:]) {
-				*prefixes = append(*prefixes, binary.BigEndian.Uint64(r.id[:]))
-			}
-			records++
-		}
-		copies = copies[:0]
-	}
 	for len(queue) > 0 && w.err == nil {
 		s := queue[0]
-		r := s.record
-		if _, is := damaged[r.number()]; is {
-			r.pack |= damagedBit
+		s.encode(item[:])
+		if w.add(item[:]) {
+			*prefixes = append(*prefixes, binary.BigEndian.Uint64(s.id[:]))
 		}
-		if len(copies) > 0 && r.compare(&copies[0]) != 0 {
-			write()
-		}
-		if len(copies) < copiesRead {
-			copies = append(copies, r)
-		}
+		records++
 		ok, err := s.next(&s.record)
 		if err != nil {
 			return 0, err
@@ -63,64 +43,51 @@ func (b *TableBuilder) merge(w *pageWriter, prefixes *[]uint64) (records int64, 
 		}
 		siftDown(queue, 0)
 	}
-	write()
 	w.flush()
 	return records, w.err
 }
 
-// copiesRead bounds the memory for the entries of one blob.
-const copiesRead = 4096
+// nextRecord reads the next entry of a sorted stream; ok is false at the end.
+type nextRecord = func(r *record) (ok bool, err error)
 
-// bestCopies sorts the entries of a blob, and returns those that the table keeps. A hidden pack counts only if it has the
-// best copy, and sweeps alone look for hidden packs.
-func bestCopies(copies []record) []record {
-	slices.SortStableFunc(copies, func(x, y record) int { return x.order(&y) })
-	best := copies[:min(len(copies), 1)]
-	for _, r := range copies[len(best):] {
-		if len(best) < copiesLimit && !r.hidden() && !best[0].hidden() {
-			best = append(best, r)
-		}
-	}
-	return best
-}
-
-// sources returns the heap of all sources that have entries.
-func (b *TableBuilder) sources() (queue []*mergeSource, err error) {
-	add := func(next func(*record) (bool, error)) error {
-		s := &mergeSource{rank: len(queue), next: next}
-		ok, err := next(&s.record)
-		if ok {
-			queue = append(queue, s)
-		}
-		return err
-	}
+// sources returns the heap of all sources that have entries. With damaged packs, each stream is two sources, so that
+// each is in order: the entries of the damaged packs, and the others.
+func (b *TableBuilder) sources(damaged []bool) (queue []*mergeSource, err error) {
+	var streams []func() (nextRecord, error)
 	if b.base != nil {
-		if err := add(b.base.stream()); err != nil {
-			return nil, err
-		}
+		streams = append(streams, func() (nextRecord, error) { return b.streamBase(), nil })
 	}
-	memory := min(max(mergeMemory/(len(b.runs)+1), pageSize), 64<<10)
+	memory := min(max(mergeMemory/(2*len(b.runs)+2), pageSize), 64<<10)
 	begin := int64(0)
 	for _, end := range b.runs {
-		from, err := b.spill.reader(begin, memory)
-		if err != nil {
-			return nil, err
-		}
-		if err := add(streamRun(from, (end-begin)/recordSize)); err != nil {
-			return nil, err
-		}
+		from, n := begin, (end-begin)/recordSize
+		streams = append(streams, func() (nextRecord, error) {
+			r, err := b.spill.reader(from, memory)
+			return streamRun(r, n), err
+		})
 		begin = end
 	}
 	b.sortRun()
-	run := b.run
-	if err := add(func(r *record) (bool, error) {
-		if len(run) == 0 {
-			return false, nil
+	streams = append(streams, func() (nextRecord, error) { return streamMemory(b.run), nil })
+	for _, open := range streams {
+		for part := range 2 {
+			if part == 1 && damaged == nil {
+				break
+			}
+			next, err := open()
+			if err != nil {
+				return nil, err
+			}
+			if damaged != nil {
+				next = filterDamaged(next, damaged, part == 1)
+			}
+			s := &mergeSource{next: next}
+			if ok, err := next(&s.record); err != nil {
+				return nil, err
+			} else if ok {
+				queue = append(queue, s)
+			}
 		}
-		*r, run = run[0], run[1:]
-		return true, nil
-	}); err != nil {
-		return nil, err
 	}
 	for i := len(queue)/2 - 1; i >= 0; i-- {
 		siftDown(queue, i)
@@ -128,12 +95,40 @@ func (b *TableBuilder) sources() (queue []*mergeSource, err error) {
 	return queue, nil
 }
 
+// filterDamaged returns the entries of the damaged packs, with a bit that says so, or those of the other packs.
+func filterDamaged(next nextRecord, damaged []bool, wanted bool) nextRecord {
+	return func(r *record) (bool, error) {
+		for {
+			if ok, err := next(r); err != nil || !ok {
+				return false, err
+			}
+			if damaged[r.number()] != wanted {
+				continue
+			}
+			if wanted {
+				r.pack |= damagedBit
+			}
+			return true, nil
+		}
+	}
+}
+
+func streamMemory(run []record) nextRecord {
+	return func(r *record) (bool, error) {
+		if len(run) == 0 {
+			return false, nil
+		}
+		*r, run = run[0], run[1:]
+		return true, nil
+	}
+}
+
 // siftDown restores the order of the heap below element i.
 func siftDown(queue []*mergeSource, i int) {
 	for {
 		least := i
 		for _, child := range [...]int{2*i + 1, 2*i + 2} {
-			if child < len(queue) && queue[child].less(queue[least]) {
+			if child < len(queue) && queue[child].order(&queue[least].record) < 0 {
 				least = child
 			}
 		}
@@ -145,7 +140,7 @@ func siftDown(queue []*mergeSource, i int) {
 	}
 }
 
-func streamRun(from *bufio.Reader, left int64) func(*record) (bool, error) {
+func streamRun(from *bufio.Reader, left int64) nextRecord {
 	var item [recordSize]byte
 	return func(r *record) (bool, error) {
 		if left == 0 {
@@ -160,8 +155,29 @@ func streamRun(from *bufio.Reader, left int64) func(*record) (bool, error) {
 	}
 }
 
+// streamBase reads the entries of base that the new table keeps, with the new numbers of their packs. A base has no
+// entries of hidden packs, so the stream is in order without the bits of the damaged packs, too.
+func (b *TableBuilder) streamBase() nextRecord {
+	next := b.base.stream()
+	return func(r *record) (bool, error) {
+		for {
+			ok, err := next(r)
+			if err != nil || !ok {
+				return false, err
+			}
+			if int64(r.number()) >= int64(len(b.basePacks)) {
+				return false, api.Errorf(api.Corrupt, "index table: pack %d of %d does not exist", r.number(), len(b.basePacks))
+			}
+			if number := b.basePacks[r.number()]; number != droppedPack {
+				r.pack = r.pack&(treeBit|hiddenBit) | number
+				return true, nil
+			}
+		}
+	}
+}
+
 // stream reads all entries of the table.
-func (t *Table) stream() func(*record) (bool, error) {
+func (t *Table) stream() nextRecord {
 	page, number, left := new([pageSize]byte), t.records.first, t.records.count
 	var items []byte
 	return func(r *record) (bool, error) {

@@ -2,28 +2,37 @@ package index
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"hash/crc32"
+	"math"
 	"os"
+	"slices"
 	"sort"
 	"sync"
+	"sync/atomic"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/repo/pack"
 )
 
-// A table is a file of pages. Page 0 has the counts; then follow the sections: entries in the order of their ids, names
-// of packs, names of the index files that the table covers, and the first eight bytes of each page of entries. A page
-// has a header (CRC32C of the rest of the page, number of items, number of the page) and items of equal size.
+// A table is a file of pages. Page 0 has the counts; then follow the sections: entries in the order of their ids, packs
+// with the number of the index file that names the pack, names of the index files that the table covers, damaged packs
+// with the number of the index file that marks the pack, and the first eight bytes of each page of entries. A page has a
+// header (CRC32C of the rest of the page, bytes of the items, number of the page, tag of the table) and items of equal
+// size. The tag is random: a page that another table left is damage.
 const (
 	pageSize   = 4096
 	headerSize = 16
-	tableMagic = "drover index 2\n\x00"
+	tableMagic = "drover index 3\n\x00"
 
 	recordSize = 32 + 4*4
 	prefixSize = 8
 	idSize     = len(blob.ID{})
+	packSize   = idSize + 4
+
+	noFile = math.MaxUint32 // number of the index file of a pack or mark that no index file has yet
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
@@ -49,7 +58,7 @@ const (
 	damagedBit = 1 << 29 // a verification found the pack damaged
 )
 
-// copiesLimit is how many entries of one blob a table keeps: the best ones.
+// copiesLimit is how many locations of one blob FindAll returns: the best ones.
 const copiesLimit = 8
 
 func (r *record) kind() blob.Kind { return blob.Kind(r.pack / treeBit) }
@@ -57,20 +66,11 @@ func (r *record) number() uint32  { return r.pack &^ (treeBit | hiddenBit | dama
 func (r *record) hidden() bool    { return r.pack&hiddenBit != 0 }
 func (r *record) damaged() bool   { return r.pack&damagedBit != 0 }
 
-// order is compare for entries of one blob, too: that of a hidden pack comes after the others, those of damaged packs
-// come last.
+// order compares ids, then kinds; among the entries of a blob, those of hidden packs come after the others, and those of
+// damaged packs last.
 func (r *record) order(o *record) int {
-	if c := r.compare(o); c != 0 {
-		return c
-	}
-	return int(r.pack>>29&1<<1|r.pack>>30&1) - int(o.pack>>29&1<<1|o.pack>>30&1)
-}
-
-func (r *record) compare(o *record) int {
-	if c := bytes.Compare(r.id[:], o.id[:]); c != 0 {
-		return c
-	}
-	return int(r.kind()) - int(o.kind())
+	return cmp.Or(bytes.Compare(r.id[:], o.id[:]), int(r.kind())-int(o.kind()),
+		int(r.pack&damagedBit)-int(o.pack&damagedBit), int(r.pack&hiddenBit)-int(o.pack&hiddenBit))
 }
 
 func (r *record) encode(b []byte) {
@@ -93,20 +93,24 @@ func (s section) perPage() int64 { return (pageSize - headerSize) / s.size }
 func (s section) pages() int64   { return (s.count + s.perPage() - 1) / s.perPage() }
 
 // layout computes the sections from their counts.
-func layout(records, packs, files int64) (l struct{ records, packs, files, prefixes section }) {
+func layout(records, packs, files, marks int64) (l struct{ records, packs, files, marks, prefixes section }) {
 	l.records = section{1, records, recordSize}
-	l.packs = section{l.records.first + l.records.pages(), packs, int64(idSize)}
+	l.packs = section{l.records.first + l.records.pages(), packs, int64(packSize)}
 	l.files = section{l.packs.first + l.packs.pages(), files, int64(idSize)}
-	l.prefixes = section{l.files.first + l.files.pages(), l.records.pages(), prefixSize}
+	l.marks = section{l.files.first + l.files.pages(), marks, int64(packSize)}
+	l.prefixes = section{l.marks.first + l.marks.pages(), l.records.pages(), prefixSize}
 	return l
 }
 
 // Table finds blobs.
 type Table struct {
-	file           *os.File
-	records, packs section
-	prefixes       []uint64 // of the first entry of each page
-	files          []blob.ID
+	users atomic.Int32 // Close by the last one closes the file
+
+	file                  *os.File
+	tag                   uint32
+	records, packs, marks section
+	prefixes              []uint64 // of the first entry of each page
+	files                 []blob.ID
 }
 
 // OpenTable opens the table of a repository. A missing file is an error of kind NotFound; a file that is damaged, or of
@@ -126,13 +130,23 @@ func OpenTable(path string, repository blob.ID) (*Table, error) {
 	return t, nil
 }
 
-func readTable(f *os.File, repository blob.ID) (*Table, error) {
+func newTable(f *os.File) *Table {
 	t := &Table{file: f}
+	t.users.Store(1)
+	return t
+}
+
+func readTable(f *os.File, repository blob.ID) (*Table, error) {
+	t := newTable(f)
 	info, err := f.Stat()
 	if err != nil {
 		return nil, err
 	}
 	var page [pageSize]byte
+	if _, err := f.ReadAt(page[12:headerSize], 12); err != nil {
+		return nil, api.Errorf(api.Corrupt, "page 0 cannot be read: %w", err)
+	}
+	t.tag = binary.LittleEndian.Uint32(page[12:])
 	if _, err := t.readPage(&page, 0); err != nil {
 		return nil, err
 	}
@@ -142,16 +156,16 @@ func readTable(f *os.File, repository blob.ID) (*Table, error) {
 		return nil, api.Errorf(api.Corrupt, "the file is no table of repository %s", repository)
 	}
 	most := uint64(info.Size())
-	records, packs, files := binary.LittleEndian.Uint64(counts), binary.LittleEndian.Uint64(counts[8:]),
-		binary.LittleEndian.Uint64(counts[16:])
-	if max(records, packs, files) > most {
+	records, packs := binary.LittleEndian.Uint64(counts), binary.LittleEndian.Uint64(counts[8:])
+	files, marks := binary.LittleEndian.Uint64(counts[16:]), binary.LittleEndian.Uint64(counts[24:])
+	if max(records, packs, files, marks) > most {
 		return nil, api.Errorf(api.Corrupt, "the file has %d bytes for %d blobs", most, records)
 	}
-	l := layout(int64(records), int64(packs), int64(files))
+	l := layout(int64(records), int64(packs), int64(files), int64(marks))
 	if end := l.prefixes.first + l.prefixes.pages(); info.Size() != end*pageSize {
 		return nil, api.Errorf(api.Corrupt, "the file has %d bytes instead of %d", info.Size(), end*pageSize)
 	}
-	t.records, t.packs = l.records, l.packs
+	t.records, t.packs, t.marks = l.records, l.packs, l.marks
 	t.prefixes = make([]uint64, 0, l.prefixes.count)
 	if err := t.each(l.prefixes, func(item []byte) error {
 		t.prefixes = append(t.prefixes, binary.BigEndian.Uint64(item))
@@ -168,11 +182,26 @@ func readTable(f *os.File, repository blob.ID) (*Table, error) {
 // Files are the index files whose blobs the table has.
 func (t *Table) Files() []blob.ID { return t.files }
 
-// Len is the number of blobs.
+// Len is the number of entries.
 func (t *Table) Len() int64 { return t.records.count }
 
-// Close closes the file.
-func (t *Table) Close() error { return t.file.Close() }
+// Share adds a user, who closes the table, too. Share returns false if the last user has closed the table.
+func (t *Table) Share() bool {
+	for n := t.users.Load(); n > 0; n = t.users.Load() {
+		if t.users.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+	return false
+}
+
+// Close ends the use of the table.
+func (t *Table) Close() error {
+	if t.users.Add(-1) > 0 {
+		return nil
+	}
+	return t.file.Close()
+}
 
 // Has reports whether the table has a blob, and not only in damaged packs. An error of kind Corrupt says that the table
 // is damaged.
@@ -181,7 +210,7 @@ func (t *Table) Has(id blob.ID, kind blob.Kind) (bool, error) {
 	return ok && !r.damaged(), err
 }
 
-// Number returns the place of a blob's best entry among all entries, in the order of Each. Errors are those of Has.
+// Number returns the place of a blob's best entry, in the order of Each. Errors are those of Has.
 func (t *Table) Number(id blob.ID, kind blob.Kind) (number int64, ok bool, err error) {
 	_, number, ok, err = t.search(id, kind)
 	return number, ok, err
@@ -197,7 +226,8 @@ type Row struct {
 	Damaged bool
 }
 
-// Each calls row with all entries, in the order of the ids. Errors are those of Has and row.
+// Each calls row with all entries, in the order of the ids. A blob that several packs have has as many entries, those of
+// hidden packs behind the others, those of damaged packs last. Errors are those of Has and row.
 func (t *Table) Each(row func(Row) error) error {
 	next := t.stream()
 	for number := int64(0); ; number++ {
@@ -215,7 +245,7 @@ func (t *Table) Each(row func(Row) error) error {
 // Packs are the names of all packs. A pack that two index files name is there twice.
 func (t *Table) Packs() (names []blob.ID, err error) {
 	return names, t.each(t.packs, func(item []byte) error {
-		names = append(names, blob.ID(item))
+		names = append(names, blob.ID(item[:idSize]))
 		return nil
 	})
 }
@@ -230,7 +260,7 @@ func (t *Table) Find(id blob.ID, kind blob.Kind) (Location, bool, error) {
 	return l, err == nil, err
 }
 
-// FindAll returns all locations of a blob that the table has, the best first. Errors are those of Has.
+// FindAll returns the locations of a blob, the best first, and not more than copiesLimit. Errors are those of Has.
 func (t *Table) FindAll(id blob.ID, kind blob.Kind) (all []Location, err error) {
 	_, number, ok, err := t.search(id, kind)
 	if err != nil || !ok {
@@ -238,7 +268,7 @@ func (t *Table) FindAll(id blob.ID, kind blob.Kind) (all []Location, err error) 
 	}
 	page := pagePool.Get().(*[pageSize]byte)
 	defer pagePool.Put(page)
-	for ; number < t.records.count; number++ {
+	for ; number < t.records.count && len(all) < copiesLimit; number++ {
 		at := int(number%t.records.perPage()) * recordSize
 		items, err := t.readPage(page, t.records.first+number/t.records.perPage())
 		if err != nil {
@@ -255,7 +285,9 @@ func (t *Table) FindAll(id blob.ID, kind blob.Kind) (all []Location, err error) 
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, l)
+		if !slices.Contains(all, l) { // two index files may name the pack
+			all = append(all, l)
+		}
 	}
 	return all, nil
 }
@@ -310,7 +342,7 @@ func (t *Table) packName(number uint32) (id blob.ID, err error) {
 	if err != nil {
 		return id, err
 	}
-	at := int(int64(number)%t.packs.perPage()) * idSize
+	at := int(int64(number)%t.packs.perPage()) * packSize
 	if int64(number) >= t.packs.count || at+idSize > len(items) {
 		return id, api.Errorf(api.Corrupt, "index table: pack %d of %d does not exist", number, t.packs.count)
 	}
@@ -323,7 +355,7 @@ func (t *Table) readPage(page *[pageSize]byte, number int64) (items []byte, err 
 		return nil, api.Errorf(api.Corrupt, "index table: page %d cannot be read: %w", number, err)
 	}
 	if crc32.Checksum(page[4:], castagnoli) != binary.LittleEndian.Uint32(page[:]) ||
-		binary.LittleEndian.Uint64(page[8:]) != uint64(number) {
+		binary.LittleEndian.Uint32(page[8:]) != uint32(number) || binary.LittleEndian.Uint32(page[12:]) != t.tag {
 		return nil, api.Errorf(api.Corrupt, "index table: page %d is damaged", number)
 	}
 	n := binary.LittleEndian.Uint32(page[4:])
