@@ -8,6 +8,7 @@ import (
 	"sync"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sync/semaphore"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
@@ -16,7 +17,8 @@ import (
 )
 
 const (
-	indexReaders = 4       // index files that LoadIndex reads at once
+	indexReaders = 8       // index files that LoadIndex reads at once
+	indexMemory  = 4 << 20 // bytes of these files, sealed
 	addedLimit   = 1 << 17 // blobs in memory, 15 MiB, before they are merged into the table
 	tableName    = "index"
 )
@@ -142,9 +144,6 @@ func (r *Repository) openBase() *index.Table {
 	return base
 }
 
-// cacheFolder is the local folder of the repository.
-func (r *Repository) cacheFolder() string { return filepath.Join(r.options.Cache, r.ID()) }
-
 // listIndex lists the index files twice: a list may miss a file that a sweep replaces meanwhile, together with the new
 // file.
 func (r *Repository) listIndex(ctx context.Context) (files []namedFile, err error) {
@@ -170,7 +169,8 @@ func (r *Repository) tableOwner() blob.ID { return blob.Sum([]byte(r.ID())) }
 var errTableDamaged = errors.New("the local index table is damaged")
 
 // updateTable returns base if base covers just files, or a new table.
-func (r *Repository) updateTable(ctx context.Context, base *index.Table, files []namedFile) (t *index.Table, err error) {
+func (r *Repository) updateTable(ctx context.Context, base *index.Table, files []namedFile) (
+	t *index.Table, err error) {
 	added, vanished := map[blob.ID]namedFile{}, map[blob.ID]struct{}{}
 	for _, f := range files {
 		added[f.id] = f
@@ -200,9 +200,14 @@ func (r *Repository) buildTable(ctx context.Context, base *index.Table, vanished
 	defer func() { err = errors.Join(err, b.Close()) }()
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(indexReaders)
+	memory := semaphore.NewWeighted(indexMemory)
 	for _, f := range added {
-		add := b.AddFile(f.id)
+		add, size := b.AddFile(f.id), min(max(f.Size, 0), indexMemory)
 		group.Go(func() error {
+			if err := memory.Acquire(ctx, size); err != nil {
+				return err
+			}
+			defer memory.Release(size)
 			_, err := r.scanIndexFile(ctx, f, add)
 			return err
 		})

@@ -38,7 +38,7 @@ func (r *Repository) Check(ctx context.Context, o WriterOptions) (damage Damage,
 	damage.Blobs = map[blob.ID]blob.Kind{}
 	err = r.withSession(ctx, func(lock *Lock) error {
 		o.Lock = lock
-		c := &checker{r: r, damage: &damage, seen: map[blob.ID]bool{}}
+		c := &checker{r: r.withoutCache(), damage: &damage, seen: map[blob.ID]bool{}}
 		return c.run(lock.Context(), o)
 	})
 	if err != nil {
@@ -48,7 +48,7 @@ func (r *Repository) Check(ctx context.Context, o WriterOptions) (damage Damage,
 }
 
 type checker struct {
-	r      *Repository
+	r      *Repository // without a cache
 	blobs  *Blobs
 	damage *Damage
 

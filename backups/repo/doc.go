@@ -21,6 +21,8 @@
 //     age of a lock is judged by the store's clock alone.
 //   - The name of a lock is durable on this machine before the lock exists: the next process deletes the locks of a
 //     killed one (lock_record.go).
+//   - The local cache decides nothing: lists of objects come from the store, and bytes of the cache count only if they
+//     match the name or the id. A cache may hide damage of the store, so verification must not use the cache.
 //   - A sweep deletes a pack only if no snapshot needs the pack, and after the end of all sessions that may rely on the
 //     pack (sweep.go).
 //   - No error has a password.
@@ -28,7 +30,7 @@
 // Goroutines: a Lock has one, which refreshes the lock; a Writer has the uploaders and one for index files; Close waits
 // for them. LoadIndex, ReadMany and Sweep wait for their own.
 //
-// Lock order: Writer.indexing, Writer.mu; Blobs.building, Blobs.mu; marker.mu, Blobs.mu; Lock.mu is a leaf. No method
-// of Blobs is called with Writer.mu held. A call of the store runs with Writer.indexing, Blobs.building or marker.mu
-// at most.
+// Lock order: Writer.indexing, Writer.mu; marker.mu, Blobs.building, sharedTable.turn; Blobs.building, Blobs.mu;
+// Lock.mu is a leaf. No method of Blobs is called with Writer.mu held. A call of the store runs with Writer.indexing,
+// Blobs.building, sharedTable.turn or marker.mu at most.
 package repo

@@ -148,7 +148,13 @@ func (r *Repository) loadFile(ctx context.Context, f namedFile, sealed, plain in
 	if err != nil {
 		return err
 	}
-	if b, err = r.key.Open(b); err != nil {
+	return r.openFile(b, plain, read)
+}
+
+// openFile is loadFile for a caller that has the sealed bytes, which openFile changes.
+func (r *Repository) openFile(sealed []byte, plain int64, read func(io.Reader) error) error {
+	b, err := r.key.Open(sealed)
+	if err != nil {
 		return err
 	}
 	switch {

@@ -20,6 +20,7 @@ import (
 func sameCache(t testing.TB, r *Repository) *Repository {
 	again := openRepository(t, r.store)
 	again.options = r.options
+	again.openCache()
 	return again
 }
 
@@ -169,6 +170,7 @@ func TestForeignCacheIsIgnored(t *testing.T) {
 	must(t, err)
 	other := openRepository(t, newMemoryStore())
 	other.config.ID = blob.ID{1}.String()
+	other.openCache()
 	must(t, loadIndex(t, other).Close())
 	foreign, err := os.ReadFile(filepath.Join(other.cacheFolder(), tableName))
 	must(t, err)
@@ -199,4 +201,42 @@ func TestTableCutWhileOpen(t *testing.T) {
 	must(t, os.RemoveAll(r.options.Cache))
 	compareBlobs(t, b, 0, 300)
 	compareBlobs(t, loadIndex(t, r), 0, 300)
+}
+
+// TestCachedTableTakesMarksOfOtherNodes: another node marks a pack that the table of this node has. The next session of
+// this node lacks the damaged blob, also after a sweep replaced the index file with the mark.
+func TestCachedTableTakesMarksOfOtherNodes(t *testing.T) {
+	store := newMemoryStore()
+	r := newRepository(t, store)
+	saveFiles(t, r, 60_000, numbers(0, 30)...)
+	id := blob.Sum(content(7))
+	l, ok, err := loadIndex(t, r).Find(t.Context(), id, blob.Data)
+	if err != nil || !ok {
+		t.Fatal(ok, err)
+	}
+	store.change(packName(l.Pack), flip(int(l.Offset)+20))
+	before := store.names(indexFolder)
+	verifyAll(t, store)
+	lacks := func(when string) {
+		t.Helper()
+		for _, r := range []*Repository{r, sameCache(t, r), openRepository(t, store)} {
+			if has, err := loadIndex(t, r).Has(t.Context(), id, blob.Data); has || err != nil {
+				t.Errorf("%s: a blob of a damaged pack: found %v, %v", when, has, err)
+			}
+		}
+	}
+	lacks("after the verification")
+	for i := range manySmall {
+		saveFiles(t, openRepository(t, store), 60_000, numbers(100*i+100, 100*i+101)...)
+	}
+	marks := slices.DeleteFunc(store.names(indexFolder), func(name string) bool { return slices.Contains(before, name) })
+	lacks("before the sweep")
+	mustSweep(t, openRepository(t, store))
+	for _, name := range store.names(indexFolder) {
+		if slices.Contains(marks, name) {
+			t.Fatalf("the sweep has left index file %s", name)
+		}
+	}
+	lacks("after the sweep")
+	hasFiles(t, sameCache(t, r), numbers(0, 7)...)
 }

@@ -5,18 +5,13 @@ import (
 	"slices"
 	"sync"
 
-	"golang.org/x/sync/errgroup"
-
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/repo/index"
 	"drover.io/drover/backups/repo/tree"
 )
 
-const (
-	markBatch       = 1024 // trees that are read with as few requests as possible
-	snapshotReaders = 8
-)
+const markBatch = 1024 // trees that are read with as few requests as possible
 
 // marks has a bit for each blob of a table.
 type marks []uint64
@@ -100,24 +95,21 @@ func (m *marker) readNewIndexFiles(ctx context.Context) error {
 }
 
 func (m *marker) markSnapshots(ctx context.Context, files []SnapshotFile) error {
-	group, groupCtx := errgroup.WithContext(ctx)
-	group.SetLimit(snapshotReaders)
 	for _, f := range files {
 		m.snapshots[f.ID] = struct{}{}
-		group.Go(func() error {
-			s, err := m.r.LoadSnapshot(groupCtx, f)
-			if api.Is(err, api.NotFound) { // deleted meanwhile
-				return nil
-			}
-			if err != nil {
-				return err
-			}
-			m.mu.Lock()
-			defer m.mu.Unlock()
-			return m.markTree(groupCtx, *s.Tree)
-		})
 	}
-	if err := group.Wait(); err != nil {
+	err := m.r.LoadSnapshots(ctx, files, func(_ int, s Snapshot, err error) error {
+		if api.Is(err, api.NotFound) { // deleted meanwhile
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		return m.markTree(ctx, *s.Tree)
+	})
+	if err != nil {
 		return err
 	}
 	for len(m.trees) > 0 {

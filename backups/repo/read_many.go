@@ -122,40 +122,70 @@ func isNeighbour(first, last, next *foundBlob) bool {
 		int64(next.Offset)+int64(next.Length)-int64(first.Offset) <= RunLength
 }
 
-// readRun reads neighbours. If this fails for a reason that may concern only some of them, readRun reads them one by
-// one.
+// readRun reads neighbours, trees from the cache as far as possible.
 func (b *Blobs) readRun(ctx context.Context, run []*foundBlob, each func(int, []byte, error) error) error {
-	from, last := int64(run[0].Offset), run[len(run)-1]
-	sealed, err := readRange(ctx, b.r.store, packName(last.Pack), from, int64(last.Offset)+int64(last.Length)-from)
-	if err != nil && !IsDamage(err) {
-		return api.Errorf(api.KindOf(err), "repository %.8s: pack %.8s: %w", b.r.ID(), last.Pack, err)
-	}
 	scratch := alignedPool.Get().(*[]byte)
 	defer func() {
 		if cap(*scratch) <= block.ChunkSize {
 			alignedPool.Put(scratch)
 		}
 	}()
+	var left []*foundBlob
 	for _, f := range run {
 		if n := f.PlainLength(); n > cap(*scratch) {
 			*scratch = block.AlignedBuffer(max(n, block.ChunkSize))
 		}
+		plain, ok := b.r.readCachedTree(f.Location, *scratch)
+		if !ok {
+			left = append(left, f)
+			continue
+		}
+		if err := f.call(plain, nil, each); err != nil {
+			return err
+		}
+	}
+	for _, some := range splitRuns(left) {
+		if err := b.readStoredRun(ctx, some, *scratch, each); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// readStoredRun reads neighbours from the store. If this fails for a reason that may concern only some of them,
+// readStoredRun reads them one by one.
+func (b *Blobs) readStoredRun(ctx context.Context, run []*foundBlob, scratch []byte,
+	each func(int, []byte, error) error) error {
+	from, last := int64(run[0].Offset), run[len(run)-1]
+	sealed, err := b.r.readPart(ctx, last.Kind, last.Pack, from, int64(last.Offset)+int64(last.Length)-from)
+	if err != nil && !IsDamage(err) {
+		return api.Errorf(api.KindOf(err), "repository %.8s: pack %.8s: %w", b.r.ID(), last.Pack, err)
+	}
+	for _, f := range run {
 		var plain []byte
 		var damage error
 		if err == nil {
 			at := int64(f.Offset) - from
-			plain, damage = b.r.openBlob(f.Location, sealed[at:at+int64(f.Length)], *scratch)
+			plain, damage = b.r.openBlob(f.Location, sealed[at:at+int64(f.Length)], scratch)
 		}
 		if err != nil || damage != nil {
-			plain, damage = b.Read(ctx, f.ID, f.Kind, *scratch)
+			plain, damage = b.Read(ctx, f.ID, f.Kind, scratch)
 			if damage != nil && !IsDamage(damage) {
 				return damage
 			}
 		}
-		for _, place := range f.places {
-			if err := each(place, plain, damage); err != nil {
-				return err
-			}
+		if err := f.call(plain, damage, each); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// call calls each for all places of the blob.
+func (f *foundBlob) call(plain []byte, damage error, each func(int, []byte, error) error) error {
+	for _, place := range f.places {
+		if err := each(place, plain, damage); err != nil {
+			return err
 		}
 	}
 	return nil

@@ -29,9 +29,9 @@ func packName(id blob.ID) string {
 	return dataFolder + name[:2] + "/" + name
 }
 
-// Read reads a blob with one request, and compares the bytes with the id; if they are damaged, Read tries the other
-// packs that have the blob. The result may use the memory of into. A blob that the index does not have is an error of
-// kind NotFound, a blob that is damaged in every pack a *DamagedError.
+// Read reads a blob with one request, or a tree from the cache, and compares the bytes with the id; if they are damaged,
+// Read tries the other packs that have the blob. The result may use the memory of into. A blob that the index does not
+// have is an error of kind NotFound, a blob that is damaged in every pack a *DamagedError.
 func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byte) ([]byte, error) {
 	l, ok, err := b.Find(ctx, id, kind)
 	if err != nil {
@@ -39,6 +39,9 @@ func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byt
 	}
 	if !ok {
 		return nil, b.missing(id, kind)
+	}
+	if plain, ok := b.r.readCachedTree(l, into); ok {
+		return plain, nil
 	}
 	plain, err := b.readAt(ctx, l, into)
 	var damaged *DamagedError
@@ -60,9 +63,9 @@ func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byt
 	return nil, err
 }
 
-// readAt reads a blob at one of its locations.
+// readAt reads a blob at one of its locations in the store.
 func (b *Blobs) readAt(ctx context.Context, l index.Location, into []byte) ([]byte, error) {
-	sealed, err := readRange(ctx, b.r.store, packName(l.Pack), int64(l.Offset), int64(l.Length))
+	sealed, err := b.r.readPart(ctx, l.Kind, l.Pack, int64(l.Offset), int64(l.Length))
 	var plain []byte
 	if err == nil {
 		plain, err = b.r.openBlob(l, sealed, into)
@@ -77,6 +80,29 @@ func (b *Blobs) readAt(ctx context.Context, l index.Location, into []byte) ([]by
 		return nil, &DamagedError{l.ID, l.Pack, l.Kind, err}
 	}
 	return plain, nil
+}
+
+// readPart reads a part of a pack from the store. A part with trees goes into the cache, too: sweeps and the next
+// backup read the trees again.
+func (r *Repository) readPart(ctx context.Context, kind blob.Kind, pack blob.ID, off, n int64) ([]byte, error) {
+	sealed, err := readRange(ctx, r.store, packName(pack), off, n)
+	if err == nil && kind == blob.Tree {
+		r.trees.WriteAt(pack, sealed, off)
+	}
+	return sealed, err
+}
+
+// readCachedTree reads a tree from the cache. The bytes count only if they match the id.
+func (r *Repository) readCachedTree(l index.Location, into []byte) (plain []byte, ok bool) {
+	if l.Kind != blob.Tree {
+		return nil, false
+	}
+	sealed := make([]byte, l.Length)
+	if !r.trees.ReadAt(l.Pack, sealed, int64(l.Offset)) {
+		return nil, false
+	}
+	plain, err := r.openBlob(l, sealed, into)
+	return plain, err == nil
 }
 
 func (b *Blobs) missing(id blob.ID, kind blob.Kind) error {

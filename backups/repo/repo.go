@@ -5,10 +5,12 @@ import (
 	"encoding/json"
 	"errors"
 	"os"
+	"path/filepath"
 	"strconv"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/repo/cache"
 	"drover.io/drover/backups/repo/keys"
 	"drover.io/drover/backups/target"
 )
@@ -38,7 +40,10 @@ type Repository struct {
 	key     *blob.Key
 	config  config
 	options Options
-	shared  *sharedTable
+
+	shared    *sharedTable
+	trees     *cache.Folder // parts of packs with trees; nil without a cache
+	snapshots *cache.Folder
 }
 
 type config struct {
@@ -114,7 +119,7 @@ func Open(ctx context.Context, store target.Store, password string, o Options) (
 	} else if err != nil {
 		return nil, api.Errorf(api.KindOf(err), "repository: %w", err)
 	}
-	r := &Repository{store: store, options: o.withDefaults(), shared: newSharedTable()}
+	r := &Repository{store: store, options: o.withDefaults()}
 	var content []byte
 	tried, err := tryKeyFiles(ctx, store, password, func(s blob.Secret) bool {
 		key := blob.NewKey(s)
@@ -133,8 +138,37 @@ func Open(ctx context.Context, store target.Store, password string, o Options) (
 		return nil, api.Errorf(api.Corrupt, "repository: the config is damaged: a key file opens, the config does not; "+
 			"restore the config from a copy")
 	}
-	return r, r.readConfig(content)
+	if err := r.readConfig(content); err != nil {
+		return nil, err
+	}
+	r.openCache()
+	return r, nil
 }
+
+// Bounds of the cache in bytes. Ten thousand snapshots have 40 MiB.
+const (
+	treesLimit     = 256 << 20
+	snapshotsLimit = 64 << 20
+)
+
+func (r *Repository) openCache() {
+	r.shared = newSharedTable()
+	if r.options.Cache == "" {
+		return
+	}
+	r.trees = cache.New(filepath.Join(r.cacheFolder(), "trees"), treesLimit)
+	r.snapshots = cache.New(filepath.Join(r.cacheFolder(), "snapshots"), snapshotsLimit)
+}
+
+// withoutCache returns r for a caller that looks for damage in the store: a cached copy may hide the damage.
+func (r *Repository) withoutCache() *Repository {
+	c := *r
+	c.trees, c.snapshots = nil, nil
+	return &c
+}
+
+// cacheFolder is the local folder of the repository.
+func (r *Repository) cacheFolder() string { return filepath.Join(r.options.Cache, r.ID()) }
 
 // CheckStore returns an error if the store no longer has the repository, of kind Unavailable if the store has none.
 func (r *Repository) CheckStore(ctx context.Context) error {

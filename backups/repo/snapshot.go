@@ -6,12 +6,17 @@ import (
 	"io"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
 )
 
 // snapshotLimit bounds the sealed and the plain bytes of a snapshot. restic's snapshots list paths and excludes.
 const snapshotLimit = 4 << 20
+
+// snapshotReaders is how many snapshots are read at once: the reads of small objects mostly wait for the store.
+const snapshotReaders = 16
 
 // Snapshot is a backup in the repository: a folder at a time. Only Tree is necessary; programs group and select
 // snapshots by the other fields.
@@ -76,16 +81,34 @@ func (r *Repository) FindSnapshot(ctx context.Context, id blob.ID) (SnapshotFile
 	return SnapshotFile{id, namedFile{o, id}}, nil
 }
 
-// LoadSnapshot reads a snapshot. A snapshot that was deleted after the list is an error of kind NotFound, a damaged one
-// of kind Corrupt.
+// LoadSnapshots reads snapshots, several at once, and calls each with the place of a snapshot in files, also from
+// several goroutines. err is that of LoadSnapshot. Errors that each returns end LoadSnapshots.
+func (r *Repository) LoadSnapshots(ctx context.Context, files []SnapshotFile,
+	each func(place int, s Snapshot, err error) error) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(snapshotReaders)
+	for i, f := range files {
+		group.Go(func() error {
+			s, err := r.LoadSnapshot(ctx, f)
+			return each(i, s, err)
+		})
+	}
+	return group.Wait()
+}
+
+// LoadSnapshot reads a snapshot, from the cache if another session of the node read the snapshot before. A snapshot
+// that was deleted after the list may be an error of kind NotFound. A damaged snapshot is one of kind Corrupt.
 func (r *Repository) LoadSnapshot(ctx context.Context, f SnapshotFile) (Snapshot, error) {
 	s := Snapshot{ID: f.ID}
-	err := r.loadFile(ctx, f.file, snapshotLimit, snapshotLimit, func(plain io.Reader) error {
-		if err := json.NewDecoder(plain).Decode(&s); err != nil {
-			return api.Errorf(api.Corrupt, "no JSON of a snapshot: %w", err)
-		}
-		return nil
-	})
+	sealed, err := r.readSnapshot(ctx, f.file)
+	if err == nil {
+		err = r.openFile(sealed, snapshotLimit, func(plain io.Reader) error {
+			if err := json.NewDecoder(plain).Decode(&s); err != nil {
+				return api.Errorf(api.Corrupt, "no JSON of a snapshot: %w", err)
+			}
+			return nil
+		})
+	}
 	if err == nil && s.Tree == nil {
 		err = api.Errorf(api.Corrupt, "the snapshot has no tree")
 	}
@@ -93,6 +116,21 @@ func (r *Repository) LoadSnapshot(ctx context.Context, f SnapshotFile) (Snapshot
 		return s, api.Errorf(api.KindOf(err), "repository %.8s: snapshot %.8s: %w", r.ID(), f.ID, err)
 	}
 	return s, nil
+}
+
+// readSnapshot reads the sealed bytes of a snapshot. The bytes in the cache count only if they match the name.
+func (r *Repository) readSnapshot(ctx context.Context, f namedFile) ([]byte, error) {
+	if f.Size > 0 && f.Size <= snapshotLimit {
+		b := make([]byte, f.Size)
+		if r.snapshots.ReadAt(f.id, b, 0) && blob.Sum(b) == f.id {
+			return b, nil
+		}
+	}
+	b, err := readNamed(ctx, r.store, f, snapshotLimit)
+	if err == nil {
+		r.snapshots.WriteAt(f.id, b, 0)
+	}
+	return b, err
 }
 
 // DeleteSnapshots deletes snapshots, the commit point of the deletion of backups. A sweep frees the space.

@@ -64,7 +64,7 @@ func TestSnapshotsAreListedAndRead(t *testing.T) {
 		if _, err := r.FindSnapshot(t.Context(), id); !api.Is(err, api.NotFound) {
 			t.Errorf("after the deletion: %v, want an error of kind not found", err)
 		}
-		if _, err := r.LoadSnapshot(t.Context(), f); !api.Is(err, api.NotFound) {
+		if _, err := openRepository(t, store).LoadSnapshot(t.Context(), f); !api.Is(err, api.NotFound) {
 			t.Errorf("after the deletion: %v, want an error of kind not found", err)
 		}
 		if delete(want, id); !reflect.DeepEqual(read(), want) {

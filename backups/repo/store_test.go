@@ -214,7 +214,7 @@ func openRepository(t testing.TB, store target.Store) *Repository {
 	t.Helper()
 	r := *template()
 	r.store, r.options = store, Options{Cache: t.TempDir(), Hostname: "node-1"}.withDefaults()
-	r.shared = newSharedTable()
+	r.openCache()
 	return &r
 }
 

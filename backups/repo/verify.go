@@ -211,7 +211,7 @@ func (r *Repository) verifyBlobs(p indexedPack, header []pack.Entry, get func(of
 	return nil
 }
 
-// retire marks damaged packs, and copies their blobs that can be read and that no other pack has.
+// retire marks damaged packs, and copies their blobs that can be read, or that the cache has, and that no other pack has.
 func (r *Repository) retire(ctx context.Context, packs []DamagedPack, o WriterOptions) (copied int64, err error) {
 	if len(packs) == 0 {
 		return 0, nil
@@ -241,11 +241,14 @@ func (r *Repository) retire(ctx context.Context, packs []DamagedPack, o WriterOp
 	}
 	defer func() { err = errors.Join(err, w.Close()) }()
 	for _, l := range blobs {
-		plain, err := b.readAt(ctx, l, nil)
-		if IsDamage(err) {
-			continue
-		} else if err != nil {
-			return 0, err
+		plain, cached := r.readCachedTree(l, nil) // the pack has its mark already, so a cached copy hides nothing
+		if !cached {
+			var err error
+			if plain, err = b.readAt(ctx, l, nil); IsDamage(err) {
+				continue
+			} else if err != nil {
+				return 0, err
+			}
 		}
 		if len(plain) > w.blobLimit() {
 			continue // of another program: only the damaged pack has the blob

@@ -20,7 +20,8 @@ import (
 
 // Memory of a TableBuilder: one run of entries, and the buffers of the merge.
 const (
-	runRecords  = 8 << 20 / recordSize
+	runRecords  = 4 << 20 / recordSize
+	fewRecords  = runRecords / 64 // a run that grows beyond gets the memory of a full one
 	mergeMemory = 8 << 20
 	marksLimit  = 1 << 18 // damaged packs: 8 TiB
 )
@@ -57,9 +58,9 @@ type mark struct {
 	file uint32
 }
 
-// NewTableBuilder builds a table of repository in folder. The table has all that base has, which may be nil, without the
-// packs and marks of the index files in vanished. An error of kind Corrupt says that base is damaged. The caller closes the
-// builder.
+// NewTableBuilder builds a table of repository in folder. The table has all that base has, which may be nil, without
+// the packs and marks of the index files in vanished. An error of kind Corrupt says that base is damaged. The caller
+// closes the builder.
 func NewTableBuilder(folder string, repository blob.ID, base *Table, vanished map[blob.ID]struct{}) (
 	*TableBuilder, error) {
 	b := &TableBuilder{folder: folder, repository: repository, base: base, runSize: runRecords,
@@ -182,6 +183,9 @@ func (b *TableBuilder) add(p Pack, file uint32) error {
 			if err := b.spillRun(); err != nil {
 				return err
 			}
+		}
+		if n := len(b.run); n == cap(b.run) && n >= fewRecords {
+			b.run = slices.Grow(b.run, b.runSize-n)
 		}
 		number := pack | uint32(e.Kind)*treeBit
 		if p.Hidden {

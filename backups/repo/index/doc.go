@@ -18,8 +18,8 @@
 // index file may mark any pack; the mark goes with the last index file that has the mark.
 //
 // Invariants: a table is immutable, holds an entry for each pack that has a blob, and never returns an entry of a
-// damaged page. The file is a cache: after damage the caller builds a new one from the index files. No process changes a
-// file that has its name; builders replace the file whole.
+// damaged page. The file is a cache: after damage the caller builds a new one from the index files. No process changes
+// a file that has its name; builders replace the file whole.
 //
 // The package starts no goroutine. A Table is safe for concurrent use; TableBuilder.mu is held while entries are sorted
 // and written to the local file.

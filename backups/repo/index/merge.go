@@ -14,8 +14,8 @@ type mergeSource struct {
 	next nextRecord
 }
 
-// merge writes all entries in order, and returns their number. A blob that several packs have keeps an entry for each: a
-// later table may lose one of the packs.
+// merge writes all entries in order, and returns their number. A blob that several packs have keeps an entry for each:
+// a later table may lose one of the packs.
 func (b *TableBuilder) merge(w *pageWriter, prefixes *[]uint64) (records int64, err error) {
 	damaged, err := b.damagedPacks()
 	if err != nil {
