@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -63,8 +64,25 @@ func (l *longhornSnapshots) ListSnapshots(ctx context.Context) ([]repo.SnapshotF
 	return files, nil
 }
 
-// LoadSnapshot implements snapshotLister. A backup that no Backup can stand for has no tags.
-func (l *longhornSnapshots) LoadSnapshot(ctx context.Context, f repo.SnapshotFile) (repo.Snapshot, error) {
+// longhornReaders is how many backups are read at once: the reads of small objects mostly wait for the store.
+const longhornReaders = 8
+
+// LoadSnapshots implements snapshotLister.
+func (l *longhornSnapshots) LoadSnapshots(ctx context.Context, files []repo.SnapshotFile,
+	each func(place int, s repo.Snapshot, err error) error) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(longhornReaders)
+	for i, f := range files {
+		group.Go(func() error {
+			s, err := l.loadSnapshot(ctx, f)
+			return each(i, s, err)
+		})
+	}
+	return group.Wait()
+}
+
+// loadSnapshot reads a backup as a snapshot. A backup that no Backup can stand for has no tags.
+func (l *longhornSnapshots) loadSnapshot(ctx context.Context, f repo.SnapshotFile) (repo.Snapshot, error) {
 	s, n := repo.Snapshot{ID: f.ID}, l.names[f.ID]
 	b, err := l.store.ReadBackup(ctx, n)
 	var volume longhorn.Volume

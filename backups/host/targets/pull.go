@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strings"
 
-	"golang.org/x/sync/errgroup"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -18,9 +17,6 @@ import (
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/tags"
 )
-
-// parallelLoads is how many snapshots a visit reads at once: the reads of small objects mostly wait for the store.
-const parallelLoads = 8
 
 // foundBackup is a snapshot that is a backup of Drover.
 type foundBackup struct {
@@ -106,29 +102,24 @@ func (v *visit) objects(ctx context.Context) (map[api.UID]bool, error) {
 func (v *visit) loadFacts(ctx context.Context, r snapshotLister, files []repo.SnapshotFile) ([]foundBackup, error) {
 	all := make([]*foundBackup, len(files))
 	foreign := make([]bool, len(files))
-	group, loadCtx := errgroup.WithContext(ctx)
-	group.SetLimit(parallelLoads)
-	for i, f := range files {
-		group.Go(func() error {
-			s, err := r.LoadSnapshot(loadCtx, f)
-			if api.Is(err, api.Busy) { // a later visit looks again
-				return nil
-			}
-			if repo.IsDamage(err) {
-				v.log.Warn("a snapshot of the repository is skipped", "target", v.target.Name, "err", err)
-				return nil
-			}
-			if err != nil {
-				return err
-			}
-			facts, ours := tags.Parse(s.Tags)
-			if foreign[i] = !ours; ours {
-				all[i] = &foundBackup{s, facts}
-			}
+	err := r.LoadSnapshots(ctx, files, func(i int, s repo.Snapshot, err error) error {
+		if api.Is(err, api.Busy) { // a later visit looks again
 			return nil
-		})
-	}
-	if err := group.Wait(); err != nil {
+		}
+		if repo.IsDamage(err) {
+			v.log.Warn("a snapshot of the repository is skipped", "target", v.target.Name, "err", err)
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		facts, ours := tags.Parse(s.Tags)
+		if foreign[i] = !ours; ours {
+			all[i] = &foundBackup{s, facts}
+		}
+		return nil
+	})
+	if err != nil {
 		return nil, storeFault(ctx, err)
 	}
 	var found []foundBackup

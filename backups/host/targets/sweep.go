@@ -6,7 +6,6 @@ import (
 	"slices"
 	"sync"
 
-	"golang.org/x/sync/errgroup"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
@@ -104,26 +103,21 @@ func SnapshotsOf(ctx context.Context, r *repo.Repository, objects ...api.UID) (f
 		return nil, err
 	}
 	var mu sync.Mutex
-	group, ctx := errgroup.WithContext(ctx)
-	group.SetLimit(parallelLoads)
-	for _, f := range files {
-		group.Go(func() error {
-			s, err := r.LoadSnapshot(ctx, f)
-			switch {
-			case repo.IsDamage(err): // deleted meanwhile, or the concern of verification
-				return nil
-			case err != nil:
-				return err
-			}
-			if facts, ok := tags.Parse(s.Tags); ok && slices.Contains(objects, facts.Object) {
-				mu.Lock()
-				defer mu.Unlock()
-				found = append(found, s)
-			}
+	err = r.LoadSnapshots(ctx, files, func(_ int, s repo.Snapshot, err error) error {
+		switch {
+		case repo.IsDamage(err): // deleted meanwhile, or the concern of verification
 			return nil
-		})
-	}
-	return found, group.Wait()
+		case err != nil:
+			return err
+		}
+		if facts, ok := tags.Parse(s.Tags); ok && slices.Contains(objects, facts.Object) {
+			mu.Lock()
+			defer mu.Unlock()
+			found = append(found, s)
+		}
+		return nil
+	})
+	return found, err
 }
 
 // isPassing reports whether the cause of a failed sweep may pass without a person.

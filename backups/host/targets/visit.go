@@ -136,8 +136,11 @@ func (v *visit) openOrInit(ctx context.Context, c *connection) (*repo.Repository
 // snapshotLister lists backups as the snapshots of a repository.
 type snapshotLister interface {
 	ListSnapshots(ctx context.Context) ([]repo.SnapshotFile, error)
-	// LoadSnapshot reads the time and the tags of a snapshot. An error of kind Busy: the backup is not complete yet.
-	LoadSnapshot(ctx context.Context, f repo.SnapshotFile) (repo.Snapshot, error)
+	// LoadSnapshots reads the time and the tags of snapshots, several at once, and calls each with the place of a snapshot
+	// in files, also from several goroutines. An error of kind Busy: the backup is not complete yet. Errors that each
+	// returns end LoadSnapshots.
+	LoadSnapshots(ctx context.Context, files []repo.SnapshotFile,
+		each func(place int, s repo.Snapshot, err error) error) error
 }
 
 var _ snapshotLister = (*repo.Repository)(nil)
