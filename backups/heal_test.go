@@ -49,6 +49,33 @@ func TestVerificationHealsFromDisks(t *testing.T) {
 	w.awaitReleased()
 }
 
+// TestDamagedBackupIsNoBase: a verification finds a damaged chunk that no snapshot object leads to. The next backup of
+// the volume, which still has the chunk, does not take the chunk over from the damaged backup, and is whole.
+func TestDamagedBackupIsNoBase(t *testing.T) {
+	w := newWorld(t)
+	v := w.newVolume("vol", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)},
+		map[int64][]byte{4 * chunk: randomBytes(2, 4096)})
+	w.start(nil)
+	first := w.newBackup("b1", v, 0)
+	w.awaitState(first, api.BackupCompleted)
+	w.spoilFirstBlob()
+	apitest.Edit(w.Server, w.target, func(t *api.BackupTarget) {
+		now := metav1.Now()
+		t.Spec.VerifyRequestedAt = &now
+	})
+	w.await(first, "damaged", func(b *api.Backup) bool { return b.Status.Damaged })
+	second := w.newBackup("b2", v, 1)
+	w.awaitState(second, api.BackupCompleted)
+	open, err := w.open(t.Context(), second.Status.URL)
+	must(t, err)
+	sink := &memorySink{got: make([]byte, v.size)}
+	must(t, open.Restore(t.Context(), sink))
+	if !bytes.Equal(sink.got, v.contents[1]) {
+		t.Error("the restore has other bytes than the snapshot")
+	}
+	must(t, open.Close())
+}
+
 // spoilFirstBlob changes bytes of the first blob, a chunk, of the pack with data.
 func (w *world) spoilFirstBlob() {
 	w.T.Helper()

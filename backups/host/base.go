@@ -69,12 +69,12 @@ func (c *volumeSnapshot) findUsableBase(ctx context.Context, r *repo.Repository,
 
 // baseCandidates are the backups of a volume in a target that know their snapshot, the newest first. A backup that was
 // found in the store is none: nobody here knows that its session ended without an error. A copy is none: its facts may
-// come from such a backup.
+// come from such a backup. A damaged backup is none: its chunks that the store lost would be those of the new backup.
 func baseCandidates(all []api.Backup, volume api.UID, target string) (list []*api.Backup) {
 	for i := range all {
 		b := &all[i]
 		s := &b.Status
-		if s.State == api.BackupCompleted && b.Spec.SnapshotID+b.Spec.CopyOf == "" && s.VolumeUID == volume &&
+		if s.State == api.BackupCompleted && !s.Damaged && b.Spec.SnapshotID+b.Spec.CopyOf == "" && s.VolumeUID == volume &&
 			b.Target() == target && s.SnapshotUID != "" &&
 			b.DeletionTimestamp.IsZero() {
 			list = append(list, b)
