@@ -5,6 +5,9 @@
 // on a slow line, the refresh of a lock would come too late, and other programs would take the session for dead. The
 // Store lies outside of package bounded, so that the time of a wait counts for no deadline.
 //
+// Small reads go first: a reader of a volume waits for them, and the opening of a backup makes several, while a restore
+// has 32 MiB of large reads in the queue. Small reads wait for small reads alone, and large reads for both.
+//
 // The package starts no goroutines.
 package limited
 
@@ -17,12 +20,16 @@ import (
 )
 
 // Rates are the throttles of all sessions that use a store. The zero value has no bounds.
-type Rates struct{ upload, download block.Throttle }
+type Rates struct{ upload, download, small block.Throttle }
+
+// smallRead is longer than a chunk, and than the descriptions in a repository. Restores read pieces of up to 8 MiB.
+const smallRead = 4 << 20
 
 // Set changes the rates, in bytes per second, also for calls in progress; 0: no bound.
 func (r *Rates) Set(upload, download int64) {
 	r.upload.SetRate(upload)
 	r.download.SetRate(download)
+	r.small.SetRate(download)
 }
 
 // Store is a store with rates.
@@ -65,21 +72,29 @@ const longestRange = 1 << 32
 
 // Get implements target.Store. The length of an object that is read to its end is known only afterwards.
 func (s *Store) Get(ctx context.Context, name string, off, n int64) ([]byte, error) {
+	if n >= 0 && n <= smallRead {
+		return s.getSmall(ctx, name, off, n)
+	}
 	counted := n
 	if n < 0 || n > longestRange {
 		counted = 0
 	}
-	var err error
-	if counted == n {
-		err = wait(ctx, &s.rates.download, n)
-	} else {
-		err = s.rates.download.Wait(ctx, 0)
-	}
-	if err != nil {
+	if err := s.rates.download.Wait(ctx, counted); err != nil {
 		return nil, err
 	}
 	body, err := s.inner.Get(ctx, name, off, n)
 	s.rates.download.Add(int64(len(body)) - counted)
+	return body, err
+}
+
+// getSmall is Get for small reads. Their bytes delay the large reads that begin later.
+func (s *Store) getSmall(ctx context.Context, name string, off, n int64) ([]byte, error) {
+	if err := wait(ctx, &s.rates.small, n); err != nil {
+		return nil, err
+	}
+	body, err := s.inner.Get(ctx, name, off, n)
+	s.rates.small.Add(int64(len(body)) - n)
+	s.rates.download.Add(int64(len(body)))
 	return body, err
 }
 

@@ -120,3 +120,40 @@ func TestLocksDoNotWaitForPacks(t *testing.T) {
 		}
 	})
 }
+
+// TestSmallReadsGoFirst: small reads do not wait for the large reads of a restore, together keep the rate, and count
+// for later large reads.
+func TestSmallReadsGoFirst(t *testing.T) {
+	large, small := targettest.Body(8<<20, 1), targettest.Body(2<<20, 2)
+	synctest.Test(t, func(t *testing.T) {
+		rates := &Rates{}
+		s := open(t, rates)
+		for name, body := range map[string][]byte{"large": large, "small": small} {
+			if err := s.Put(t.Context(), name, body); err != nil {
+				t.Fatal(err)
+			}
+		}
+		rates.Set(0, 1<<20)
+		began := time.Now()
+		get := func(name string, n int) time.Duration {
+			if got, err := s.Get(t.Context(), name, 0, int64(n)); err != nil || len(got) != n {
+				t.Errorf("object %s: %d bytes, %v", name, len(got), err)
+			}
+			return time.Since(began).Round(time.Millisecond)
+		}
+		ends := make(chan time.Duration, 3)
+		for range 3 {
+			go func() { ends <- get("large", len(large)) }()
+		}
+		synctest.Wait() // the queue has 16 MiB
+		if first, second := get("small", len(small)), get("small", len(small)); first != 0 || second != 2*time.Second {
+			t.Errorf("small reads of 2 MiB at 1 MiB/s ended after %v and %v, want 0 and 2 s", first, second)
+		}
+		for range 3 {
+			<-ends
+		}
+		if next := get("large", len(large)); next != 28*time.Second { // 24 MiB of large reads, and 4 MiB of small ones
+			t.Errorf("the next large read ended after %v, want 28 s", next)
+		}
+	})
+}
