@@ -35,8 +35,9 @@ const (
 // wants the backup, or by the node role for a backup found in a store; spec.source by the controller role. Status: by
 // the controller role while spec.source and spec.snapshotID are empty; then by the node role of spec.source.node until
 // the backup is Completed or has an Error; from then on, and for backups with spec.snapshotID or spec.copyOf, by the
-// node role of the target's owner; of a copy without a target by the controller role. Labels: LabelVolume, LabelBackupTarget. Finalizer: Finalizer, removed when the store has no trace of
-// the backup. The backup outlives its volume and its snapshot.
+// node role of the target's owner; of a copy without a target by the controller role. Labels: LabelVolume,
+// LabelBackupTarget. Finalizer: Finalizer, removed when the store has no trace of the backup. The backup outlives its
+// volume and its snapshot.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.size() <= 128",message="the name of a backup has at most 128 characters"
@@ -76,12 +77,12 @@ type BackupSpec struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=128
 	Volume string `json:"volume"`
-	// SnapshotName is the Snapshot of the volume to back up; empty: a new one, which is deleted when a later backup of the
-	// volume needs it no more.
+	// SnapshotName is the Snapshot of the volume to back up; empty: a new one, which is deleted when a later backup of
+	// the volume needs it no more.
 	// +kubebuilder:validation:MaxLength=128
 	SnapshotName string `json:"snapshotName,omitempty"`
-	// BackupMode is incremental (default), which takes what changed since the volume's last backup in the target, or full,
-	// which reads and compares everything.
+	// BackupMode is incremental (default), which takes what changed since the volume's last backup in the target, or
+	// full, which reads and compares everything.
 	// +kubebuilder:validation:Enum="";incremental;full
 	BackupMode string `json:"backupMode,omitempty"`
 	// Labels are kept in the store with the backup.

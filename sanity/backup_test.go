@@ -204,6 +204,8 @@ func resticReadsBackups(t *testing.T, w *world) {
 	do(t, c.down, c.remove)
 	w.must("image", "delete", "of-third")
 
+	readWhileRestoring(t, w, "third", d.want)
+
 	// So has a volume of the backup, and a clone of this volume, also when the hidden image is deleted.
 	w.must("backup", "restore", "third", "--name", "again")
 	if !comes(func() bool {
@@ -237,6 +239,50 @@ func resticReadsBackups(t *testing.T, w *world) {
 	}
 	restic(t, "restic -r "+store+" check --read-data")
 	w.must("target", "delete", "default")
+}
+
+// readWhileRestoring: a volume of a backup is attached and read while the store, which the target's rate makes slow, has
+// most of the data still. When the rate ends, the restore ends, and every byte is the backup's, or was written meanwhile.
+func readWhileRestoring(t *testing.T, w *world, backup string, want []byte) {
+	setRate := func(rate int64) {
+		var target api.BackupTarget
+		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "default"}, &target))
+		base := target.DeepCopy()
+		target.Spec.MaxDownloadRate = rate
+		must(t, w.objects.Patch(t.Context(), &target, client.MergeFrom(base)))
+	}
+	state := func() *api.RestoreStatus {
+		var v api.Volume
+		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "slow"}, &v))
+		return v.Status.RestoreStatus
+	}
+	setRate(128 << 10) // minutes for the whole
+	began := time.Now()
+	w.must("backup", "restore", backup, "--name", "slow")
+	w.must("volume", "attach", "slow")
+	var att api.Attachment
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "slow"}, &att))
+	d := openDevice(t, &pod{target: att.Status.Device}, int64(len(want)))
+	copy(d.want, want)
+	first := aligned(4096)
+	_, err := d.f.ReadAt(first, 64*mib)
+	must(t, err)
+	if !bytes.Equal(first, want[64*mib:64*mib+4096]) {
+		t.Error("the first read of the restoring volume has other bytes")
+	}
+	t.Logf("read %v after the restore began", time.Since(began).Round(time.Millisecond))
+	d.write(mib, 64<<10)
+	if s := state(); s.State != api.CloneInitiated {
+		t.Errorf("the volume was read at the end of the restore only: %+v", s)
+	}
+	setRate(0)
+	if !comes(func() bool { return state().State == api.CloneCompleted }) {
+		t.Errorf("the restore does not end: %+v", state())
+	}
+	must(t, d.f.Close())
+	compareWithDevice(t, &pod{target: att.Status.Device}, d.want)
+	w.must("volume", "detach", "slow")
+	w.must("volume", "delete", "slow")
 }
 
 // killedBackup: everything is killed in the middle of a backup. The next process continues, and uploads little twice.

@@ -20,7 +20,8 @@ import (
 	"drover.io/drover/block"
 )
 
-// Setup adds the maker of a node's backups, and the reconciler of copies, to a manager. disks finds a disk of the node by its UID.
+// Setup adds the maker of a node's backups, and the reconciler of copies, to a manager. disks finds a disk of the node
+// by its UID.
 func Setup(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDisk, error),
 	repositories *targets.Repositories, o Options) error {
 	o = o.withDefaults()

@@ -80,7 +80,7 @@ func decompress(method string, body, into []byte) error {
 		if err != nil {
 			return err
 		}
-		defer z.Close()
+		defer z.Close() //nolint:errcheck // the reader of memory
 		from = z
 	default:
 		return api.Errorf(api.Unsupported, "the compression %.16q is not supported", method)

@@ -13,8 +13,8 @@ import (
 // sumSize is the size of a checksum.
 const sumSize = sha512.Size / 2
 
-// blockMap knows the blocks of an open backup: a bit for each place, and the checksums in a local file without a name, of
-// which holes take no room.
+// blockMap knows the blocks of an open backup: a bit for each place, and the checksums in a local file without a name,
+// of which holes take no room.
 type blockMap struct {
 	size, blockSize int64 // of the backup and of its blocks
 	present         []uint64

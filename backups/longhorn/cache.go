@@ -63,9 +63,9 @@ func (c *blockCache) use(place int64) (b *cachedBlock, first bool) {
 			return b, false
 		}
 		b = &cachedBlock{place: place, users: 1, ready: make(chan struct{})}
-		i := -1
 		if len(c.recent) == cachedBlocks {
-			if i = c.find(func(b *cachedBlock) bool { return b.users == 0 }); i < 0 {
+			i := c.find(func(b *cachedBlock) bool { return b.users == 0 })
+			if i < 0 {
 				c.freed.Wait()
 				continue
 			}

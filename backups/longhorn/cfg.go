@@ -94,8 +94,8 @@ func (s *Store) ReadBackup(ctx context.Context, n Name) (Backup, error) {
 	return s.readBackup(ctx, n, nil)
 }
 
-// readBackup also calls each with all blocks. Without each, the list of blocks is not read if Longhorn wrote the cfg: the
-// list comes last.
+// readBackup also calls each with all blocks. Without each, the list of blocks is not read if Longhorn wrote the cfg:
+// the list comes last.
 func (s *Store) readBackup(ctx context.Context, n Name, each func(b *Backup, offset int64, sum string) error) (
 	b Backup, err error) {
 	if !longhornName.MatchString(n.Volume) || !longhornName.MatchString(n.Backup) {
@@ -121,7 +121,6 @@ type backupDecoder struct {
 	blocks  bool   // the list was read
 	size    int64  // of blocks, when the list was read
 	file    string // of a backup of a single file
-	err     error  // of a value
 }
 
 func (c *backupDecoder) decode(d *decoder, key string) error {

@@ -204,8 +204,13 @@ func openBase(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, size i
 		return nil, err
 	case base.Kind != o.Description.Kind || base.Name != o.Description.Name || !manifest.Fits(base.Size, size):
 		return nil, nil
+	case blobs.HasMarks(): // the new backup would share blobs that the store lost
+		err = base.CheckBlobs(ctx, nil)
 	}
-	return base, nil
+	if api.Is(err, api.NotFound) || repo.IsDamage(err) {
+		return nil, nil
+	}
+	return base, err
 }
 
 func openSnapshot(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, id blob.ID) (*manifest.Manifest, error) {

@@ -107,3 +107,21 @@ func TestHealWritesLostChunksAndFragmentsAgain(t *testing.T) {
 	}
 	w.compare(first.Snapshot, old)
 }
+
+// TestBaseThatLostBlobsIsNoBase: the store lost a chunk of the newest backup, which another cluster's verification found. The
+// next incremental backup does not share the loss.
+func TestBaseThatLostBlobsIsNoBase(t *testing.T) {
+	suite.System(t)
+	w := newWorld(t)
+	v := newDisk(manifest.SegmentSize)
+	v.fill(1, 0, 1)
+	first := w.backup(v, options("v"))
+	w.damagePack(blob.Sum(v.chunks[0]))
+	if d := w.verify(); len(d.Snapshots) != 1 {
+		t.Fatalf("damage: %+v", d)
+	}
+	v.fill(2, 1)
+	o := options("v")
+	o.Base, o.Changed, o.Snapshot.Time = &first.Snapshot, []int64{1}, time.Unix(1_800_000_000, 0)
+	w.compare(w.backup(v, o).Snapshot, v)
+}

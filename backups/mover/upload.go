@@ -54,7 +54,7 @@ func (u *upload) run(ctx context.Context) (root blob.ID, err error) {
 	err = u.storeAll(workers, group)
 	if err := errors.Join(group.Wait(), err); err != nil {
 		cancel()
-		<-counted
+		<-counted //nolint:errcheck // the error of the workers counts
 		return root, err
 	}
 	if err := <-counted; err != nil {

@@ -12,11 +12,13 @@
 // spec.source, and removes the finalizer where no node does. The snapshotReconciler deletes snapshots that were taken
 // for backups.
 //
-// A Backup with spec.copyOf gets its finalizer and labels here, and has no source: the owner of its target makes the copy.
+// A Backup with spec.copyOf gets its finalizer and labels here, and has no source: the owner of its target makes the
+// copy.
 //
 // One writer per status: the planner writes the status of a Backup only while spec.source, spec.snapshotID and
 // status.snapshotID are empty, and the backup has no end. Each write names the version of the object that the decision
 // stands on; a conflict makes the planner reconcile again.
 //
-// The manager owns and awaits the goroutines of the reconcilers; the package starts no other goroutine, and has no lock.
+// The manager owns and awaits the goroutines of the reconcilers; the package starts no other goroutine, and has no
+// lock.
 package planner

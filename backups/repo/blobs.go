@@ -269,6 +269,13 @@ func (b *Blobs) find(ctx context.Context, id blob.ID, kind blob.Kind, place bool
 	return l, ok, err
 }
 
+// HasMarks reports whether a verification found damaged packs, so that snapshots may need blobs that Has does not know.
+func (b *Blobs) HasMarks() bool {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	return b.table != nil && b.table.HasMarks()
+}
+
 func (b *Blobs) lookUp(id blob.ID, kind blob.Kind, place bool) (l index.Location, ok bool, t *index.Table, err error) {
 	b.mu.RLock()
 	defer b.mu.RUnlock()

@@ -95,8 +95,8 @@ func syncFolder(path string) error {
 }
 
 // ReleaseLeftLocks deletes the locks that killed processes of this machine left, by their records, and returns how many
-// records it removed. The caller calls ReleaseLeftLocks before the first session, so that sweeps and restic need not wait until the
-// locks are stale.
+// records it removed. The caller calls ReleaseLeftLocks before the first session, so that sweeps and restic need not
+// wait until the locks are stale.
 func (r *Repository) ReleaseLeftLocks(ctx context.Context) (released int, err error) {
 	if r.options.Cache == "" {
 		return 0, nil

@@ -30,10 +30,10 @@ func OpenAny(ctx context.Context, store target.Store, p Passwords, o Options) (r
 	return nil, err // that of the current password
 }
 
-// UpdateKeys makes key files for the current and the recovery password, and then deletes those of old passwords. At each
-// moment a key file opens with the current or with an old password: UpdateKeys deletes the old file after it has read
-// the new file back from the store. Key files of other passwords, and damaged ones, stay. UpdateKeys returns the number of key files
-// afterwards.
+// UpdateKeys makes key files for the current and the recovery password, and then deletes those of old passwords. At
+// each moment a key file opens with the current or with an old password: UpdateKeys deletes the old file after it has
+// read the new file back from the store. Key files of other passwords, and damaged ones, stay. UpdateKeys returns the
+// number of key files afterwards.
 func (r *Repository) UpdateKeys(ctx context.Context, p Passwords) (count int, err error) {
 	for _, password := range []string{p.Current, p.Recovery} {
 		if err := r.ensureKey(ctx, password); err != nil {

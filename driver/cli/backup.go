@@ -403,6 +403,6 @@ func refuseLonghorn(ctx context.Context, c client.Client, b api.StoredBackup) er
 	if t.Status.Format != api.FormatLonghorn || b.Common().SnapshotID == "" {
 		return nil
 	}
-	return api.Errorf(api.InUse, "backup %q lies in a store of Longhorn, in which Drover deletes nothing: delete the backup "+
-		"with Longhorn, or forget all backups of the store with `drover target delete --force %s`", b.GetName(), t.Name)
+	return api.Errorf(api.InUse, "backup %q lies in a store of Longhorn, in which Drover deletes nothing: delete the "+
+		"backup with Longhorn, or forget all backups of the store with `drover target delete --force %s`", b.GetName(), t.Name)
 }

@@ -26,8 +26,9 @@ func (a *app) backupCopy() *cobra.Command {
 		Long: "Copies a backup from its target to another one, without reading a volume. Chunks that the other target has\n" +
 			"already are not sent. The copy is a backup of its own, and outlives the original. Backups of Longhorn become\n" +
 			"backups of Drover.",
-		Example: "  drover backup copy db-friday --to offsite\n  drover backup copy backup-0123456789abcdef --to default --name db-old",
-		Args:    checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(backups, true),
+		Example: "  drover backup copy db-friday --to offsite\n" +
+			"  drover backup copy backup-0123456789abcdef --to default --name db-old",
+		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(backups, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
 			defer done()

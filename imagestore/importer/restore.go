@@ -55,7 +55,7 @@ func Restore(ctx context.Context, on block.Layers, want Spec, b block.Backup,
 
 // readableSink lets the backup read the bytes that it has written.
 type readableSink struct {
-	block.Sink
+	guardedSink
 	layer block.LayerWriter
 }
 

@@ -88,8 +88,8 @@ func (a *attempt) copy(ctx context.Context, o *outcome) error {
 func (r *reconciler) openTarget(ctx context.Context, b *api.Backup) (*targets.Opened, error) {
 	format, err := r.repositories.Format(ctx, b.Target())
 	if err == nil && format == api.FormatLonghorn {
-		return nil, api.Errorf(api.Invalid, "backup target %s: is a store of Longhorn, which Drover only reads; name another "+
-			"target", b.Target())
+		return nil, api.Errorf(api.Invalid, "backup target %s: is a store of Longhorn, which Drover only reads; name "+
+			"another target", b.Target())
 	}
 	opened, err := r.repositories.Open(ctx, b.Target())
 	switch {

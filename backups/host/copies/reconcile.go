@@ -292,7 +292,8 @@ func (r *reconciler) beginRemoval(ctx context.Context, b *api.Backup) (ctrl.Resu
 	return ctrl.Result{}, nil
 }
 
-// setCompleted is the status of a copy that the repository has. The URL has the object's name: the tag has the origin's.
+// setCompleted is the status of a copy that the repository has. The URL has the object's name: the tag has the
+// origin's.
 func (r *reconciler) setCompleted(b *api.Backup, o *outcome) {
 	now := r.opts.Now()
 	b.Status = o.facts.Status(o.url, o.snapshot.String(), now, now)

@@ -1,8 +1,8 @@
-// Package heal finds lost chunks of a backup target in the snapshots on the node's disks, and writes the chunks into the
-// repository again.
+// Package heal finds lost chunks of a backup target in the snapshots on the node's disks, and writes the chunks into
+// the repository again.
 //
-// Invariants: heal writes only bytes with the digest of the lost chunk. A hold keeps the layers of an open snapshot, and
-// ends with the heal; after a kill, the collector of holds releases the hold.
+// Invariants: heal writes only bytes with the digest of the lost chunk. A hold keeps the layers of an open snapshot,
+// and ends with the heal; after a kill, the collector of holds releases the hold.
 //
 // The package starts no goroutines of its own.
 package heal

@@ -28,7 +28,7 @@ const (
 // verifyWish is the next step of a verification. A verification reads the packs in 30 parts of the range of names, and
 // each part in steps of bounded size, so that a restart loses little.
 type verifyWish struct {
-	request *metav1.Time // VerifyRequestedAt that the step begins a verification for; nil: the verification in progress continues
+	request *metav1.Time // VerifyRequestedAt of a verification that begins; nil: the one in progress continues
 	after   blob.ID
 	parts   int32 // complete ones
 	check   bool  // the target is damaged: look whether it still is

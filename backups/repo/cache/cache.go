@@ -59,7 +59,7 @@ func (f *Folder) ReadAt(id blob.ID, b []byte, off int64) bool {
 	if err != nil {
 		return false
 	}
-	defer file.Close() //nolint:errcheck // a file that is only read
+	defer file.Close() // a file that is only read
 	if n, _ := file.ReadAt(b, off); n < len(b) {
 		return false
 	}

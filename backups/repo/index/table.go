@@ -182,6 +182,9 @@ func readTable(f *os.File, repository blob.ID) (*Table, error) {
 // Files are the index files whose blobs the table has.
 func (t *Table) Files() []blob.ID { return t.files }
 
+// HasMarks reports whether an index file marks a pack as damaged.
+func (t *Table) HasMarks() bool { return t.marks.count > 0 }
+
 // Len is the number of entries.
 func (t *Table) Len() int64 { return t.records.count }
 

@@ -59,7 +59,7 @@ func FuzzTable(f *testing.F) {
 		}))
 		for _, id := range ids {
 			for kind := range blob.Kinds {
-				_, _, err := table.Find(id, blob.Kind(kind))
+				_, _, err := table.Find(id, kind)
 				mustBeCorrupt(t, err)
 			}
 		}

@@ -210,7 +210,7 @@ func knownKeys(lines []byte) (ssh.HostKeyCallback, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer os.Remove(f.Name())
+	defer os.Remove(f.Name()) //nolint:errcheck // a file without secrets
 	_, err = f.Write(lines)
 	if err := errors.Join(err, f.Close()); err != nil {
 		return nil, err

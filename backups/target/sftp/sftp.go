@@ -252,7 +252,7 @@ func (s *Store) Get(ctx context.Context, name string, off, n int64) (body []byte
 		if err != nil {
 			return err
 		}
-		defer f.Close()
+		defer f.Close() //nolint:errcheck // a file that is only read
 		length := n
 		if n < 0 {
 			length = size - off

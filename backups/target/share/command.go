@@ -33,7 +33,7 @@ func mountAny(ctx context.Context, share Share, login Credentials, place, point 
 		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 			return api.Errorf(api.Other, "%s: cannot write the credentials for mount.cifs: %w", share, err)
 		}
-		defer os.Remove(file) // else the end of the tmpfs removes the file
+		defer os.Remove(file) //nolint:errcheck // the end of the tmpfs removes the file, too
 		options = append(options, "credentials="+file)
 	} else if share.kind == CIFS {
 		options = append(options, "guest")

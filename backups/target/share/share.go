@@ -127,7 +127,7 @@ func (m *Mounts) openRoot(share Share, point string) (*os.File, error) {
 		return nil, api.Errorf(api.Unavailable, "%s: cannot examine the mounted share: %w", share,
 			errors.Join(err, root.Close()))
 	}
-	if !slices.Contains(m.fileSystems[share.kind], int64(fs.Type)) {
+	if !slices.Contains(m.fileSystems[share.kind], int64(fs.Type)) { //nolint:unconvert // int32 on some machines
 		_ = root.Close()
 		return nil, api.Errorf(api.Unavailable, "%s: mount reported success, but the share is not mounted (file system "+
 			"%#x); check the mount tools of this node", share, fs.Type)

@@ -1,5 +1,5 @@
-// Package upload sends an image file to the node that expects the file, and continues after broken connections. A Sender
-// starts no goroutines; its caller closes the Sender.
+// Package upload sends an image file to the node that expects the file, and continues after broken connections. A
+// Sender starts no goroutines; its caller closes the Sender.
 package upload
 
 import (
@@ -22,8 +22,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// Sender streams a file to a node. After a broken connection the Sender asks the node for the received part, compares the
-// part with the file, and sends the rest.
+// Sender streams a file to a node. After a broken connection the Sender asks the node for the received part, compares
+// the part with the file, and sends the rest.
 type Sender struct {
 	ways []way // the first is in use
 	body *os.File
@@ -78,7 +78,8 @@ func New(image, to, authority string, body *File, show Progress) (*Sender, error
 			return nil, api.Errorf(api.Corrupt, "the authority of the upload's address holds no certificate")
 		}
 	}
-	s := &Sender{ways: []way{{to, &http.Client{Transport: newTransport(trust)}}}, body: body.File, size: st.Size(), show: show}
+	s := &Sender{body: body.File, size: st.Size(), show: show}
+	s.ways = []way{{to, &http.Client{Transport: newTransport(trust)}}}
 	if body.Server != nil {
 		w, err := throughAPI(body.Server, image)
 		if err != nil {

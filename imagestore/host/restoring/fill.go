@@ -128,8 +128,8 @@ func (f *Fill) judge() error {
 	if len(f.Damaged) == 0 || f.allow {
 		return nil
 	}
-	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; make the image again with the "+
-		"parameter %s, which restores zeros there", api.CountText(len(f.Damaged), "chunk"), f.DamagedText(),
+	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; restore the backup into an image "+
+		"with the parameter %s, which restores zeros there", api.CountText(len(f.Damaged), "chunk"), f.DamagedText(),
 		api.RestoreAllowDamaged)
 }
 
@@ -168,19 +168,37 @@ type fillSink struct {
 	err   error // of the sink; guarded by Layer.mu
 }
 
+var _ block.DigestSink = (*fillSink)(nil)
+
 // WriteAt implements io.WriterAt.
 func (s *fillSink) WriteAt(p []byte, off int64) (int, error) {
 	s.l.set.yield()
 	n, err := s.Sink.WriteAt(p, off)
+	return n, s.note(n, off, err)
+}
+
+// WriteChunk implements block.DigestSink.
+func (s *fillSink) WriteChunk(p []byte, off int64, digest [32]byte) error {
+	to, takes := s.Sink.(block.DigestSink)
+	if !takes {
+		_, err := s.WriteAt(p, off)
+		return err
+	}
+	s.l.set.yield()
+	return s.note(len(p), off, to.WriteChunk(p, off, digest))
+}
+
+// note counts n written bytes, or keeps the error of the sink, which note returns.
+func (s *fillSink) note(n int, off int64, err error) error {
 	s.l.mu.Lock()
 	defer s.l.mu.Unlock()
 	if err != nil {
 		s.err = err
-		return n, err
+		return err
 	}
 	s.bytes += int64(n)
 	s.l.filled.add(s.size, off, int64(n))
-	return n, nil
+	return nil
 }
 
 func (s *fillSink) written() int64 {
