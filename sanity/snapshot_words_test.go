@@ -63,7 +63,7 @@ func snapshotWords(t *testing.T, w *world) {
 	}{
 		{"", a.id, nil, codes.InvalidArgument}, {"words-2", "", nil, codes.InvalidArgument},
 		{"words-2", "none", nil, codes.NotFound}, {"words-2", a.id, []string{"type", "tape"}, codes.InvalidArgument},
-		{"words-2", a.id, []string{"type", "bak"}, codes.InvalidArgument},
+		{"words-2", a.id, []string{"type", "bak"}, codes.Unavailable}, // without a backup target
 		{"words-2", a.id, []string{"colour", "red"}, codes.InvalidArgument},
 		{"words-2", a.id, []string{"exportType", "raw"}, codes.InvalidArgument},
 		{"words-2", a.id, []string{"type", "bi", "exportType", "vmdk"}, codes.InvalidArgument},

@@ -311,11 +311,13 @@ func differs(t *testing.T, w *world) {
 	for _, c := range [][]string{
 		{"noSuchKey", "1", "unknown", "numberOfReplicas"}, {"fstype", "ext4", "did you mean fsType", ""},
 		{"encrypted", "true", "encrypted", "not supported yet"}, {"numberOfReplicas", "30", "1 to 20", ""},
-		{"fromBackup", "s3://x", "fromBackup", "not supported yet"}, {"dataLocality", "some", "strict-local", ""},
+		{"dataLocality", "some", "strict-local", ""},
 	} {
 		_, err := w.create("two", 64*mib, mountCap(""), c[0], c[1])
 		wantCode(t, err, codes.InvalidArgument, c[2], c[3])
 	}
+	_, err = w.create("two", 64*mib, mountCap(""), "fromBackup", "s3://x")
+	wantCode(t, err, codes.NotFound, "fromBackup")
 }
 
 func pages(t *testing.T, w *world) {
