@@ -15,7 +15,7 @@ func TestOnly(t *testing.T) {
 		switch wrong := unknown != "" || strings.HasSuffix(only, ","); {
 		case !wrong && err != nil:
 			t.Errorf("%q: %v", only, err)
-		case wrong && (err == nil || !strings.Contains(err.Error(), "idle, images, index")):
+		case wrong && (err == nil || !strings.Contains(err.Error(), "idle, images, incremental")):
 			t.Errorf("%q: %v", only, err)
 		case wrong && !strings.Contains(err.Error(), unknown):
 			t.Errorf("%q: %v does not name it", only, err)
