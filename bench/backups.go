@@ -24,7 +24,7 @@ const (
 	memoryBudget = 256 // MiB for all backups and restores of a node
 )
 
-// backups measures backups into a folder of the same disk, each figure beside a reference of the same run.
+// backups measures backups into a folder of the same disk. Each figure has a reference in the same run.
 func (b *bench) backups(ctx context.Context) (err error) {
 	size := b.sizeMiB << 20
 	rounds := 1

@@ -31,7 +31,7 @@ func TestProgressEstimatesTheEnd(t *testing.T) {
 	}
 }
 
-// TestProgressIsCompleteAfterABackup: the count of the bytes to store, which runs beside the workers, is final.
+// TestProgressIsCompleteAfterABackup: after a backup the Progress has the final count of the bytes to store.
 func TestProgressIsCompleteAfterABackup(t *testing.T) {
 	w := newWorld(t)
 	v := newDisk(70*chunkSize + 4096)

@@ -99,6 +99,10 @@ func verifyTarget(ctx context.Context, c client.WithWatch, name string, remarks 
 	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
 	asked := metav1.NewTime(time.Now().Truncate(time.Second))
 	_, err := await.Edit(ctx, c, name, func(t *api.BackupTarget) (bool, error) {
+		if t.Status.Format == api.FormatLonghorn {
+			return false, api.Errorf(api.Unsupported, "target %q is a store of Longhorn, which Drover does not verify: copy its "+
+				"backups to another target", name)
+		}
 		if t.Spec.ReadOnly {
 			return false, api.Errorf(api.InUse, "target %q is read-only, and a verification writes a lock: run `restic check "+
 				"--read-data --no-lock`", name)
