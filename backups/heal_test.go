@@ -76,7 +76,8 @@ func TestDamagedBackupIsNoBase(t *testing.T) {
 	must(t, open.Close())
 }
 
-// spoilFirstBlob changes bytes of the first blob, a chunk, of the pack with data.
+// spoilFirstBlob changes bytes of one chunk in the pack with data. The position is within a chunk of full size even when
+// a smaller blob of 4 KiB comes first.
 func (w *world) spoilFirstBlob() {
 	w.T.Helper()
 	must(w.T, filepath.WalkDir(filepath.Join(w.folder, "data"), func(path string, e fs.DirEntry, err error) error {
@@ -87,7 +88,7 @@ func (w *world) spoilFirstBlob() {
 		if err != nil || len(body) < chunk {
 			return err
 		}
-		copy(body[4096:], make([]byte, 4096))
+		copy(body[chunk/2:], make([]byte, 4096))
 		must(w.T, os.Chmod(path, 0o600))
 		return os.WriteFile(path, body, 0o600)
 	}))

@@ -352,9 +352,9 @@ func imageTravels(t *testing.T, w *world) {
 	do(t, a.remove)
 	w.must("image", "delete", "gold")
 	w.must("image", "restore", name)
-	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "gold"}, &img))
-	if img.Status.Checksum != stored.Status.Checksum || img.Status.VirtualSize != int64(len(body)) {
-		t.Errorf("the restored image is %+v", img.Status)
+	again := w.image("gold", "is ready again", func(i *api.BackingImage) bool { return i.Status.State == api.ImageReady })
+	if again.Status.Checksum != stored.Status.Checksum || again.Status.VirtualSize != int64(len(body)) {
+		t.Errorf("the restored image is %+v", again.Status)
 	}
 	b, err := w.create("again", 32*mib, blockCap(), "backingImage", "gold")
 	must(t, err)
