@@ -140,8 +140,8 @@ func (s *Server) checkTarget(ctx context.Context, name string) error {
 		return api.Errorf(api.Unavailable, "backup target %s does not exist: make it with `drover target create`", name)
 	case err != nil:
 		return api.Explain(err, "read backup target %s", name)
-	case t.Spec.ReadOnly:
-		return api.Errorf(api.InUse, "backup target %s is read-only: name another target in %s", name, backupTargetKey)
+	case t.ExplainReadOnly() != "":
+		return api.Errorf(api.InUse, "backup target %s: %s in %s", name, t.ExplainReadOnly(), backupTargetKey)
 	}
 	return nil
 }

@@ -30,7 +30,7 @@ type attempt struct {
 
 // run is the workFunc.
 func (a *attempt) run(ctx context.Context, w *work) error {
-	opened, err := a.openTarget(ctx, a.b)
+	opened, err := a.repositories.OpenToWrite(ctx, a.b.Target())
 	if api.Is(err, api.NotFound) { // a target of the name may come again
 		err = api.Errorf(api.Unavailable, "%w", err)
 	}
@@ -63,22 +63,6 @@ func (a *attempt) run(ctx context.Context, w *work) error {
 		return of.explainHold(ctx, err)
 	}
 	return a.upload(ctx, w, opened, of, disk, layers, size)
-}
-
-// openTarget opens the repository of a Backup's target for a write; the caller closes it. A BackupTarget that does not
-// exist is an error of kind NotFound.
-func (m *maker) openTarget(ctx context.Context, b api.StoredBackup) (*targets.Opened, error) {
-	opened, err := m.repositories.Open(ctx, b.Target())
-	switch {
-	case api.Is(err, api.Denied) || api.Is(err, api.Invalid): // a person corrects the target or its Secret
-		return nil, api.Errorf(api.Unavailable, "%w", err)
-	case err != nil:
-		return nil, err
-	case opened.Target.ExplainReadOnly() != "":
-		opened.Close()
-		return nil, api.Errorf(api.Unavailable, "backup target %s: %s", b.Target(), opened.Target.ExplainReadOnly())
-	}
-	return opened, nil
 }
 
 // retryBusy calls do again after each error of kind busy, at most for limit; then the last error counts.

@@ -56,7 +56,7 @@ func (d *removal) run(ctx context.Context, w *work) error {
 }
 
 func (d *removal) deleteSnapshots(ctx context.Context) error {
-	opened, err := d.openTarget(ctx, d.b)
+	opened, err := d.repositories.OpenToWrite(ctx, d.b.Target())
 	if api.Is(err, api.NotFound) { // without the target, the store keeps the snapshots
 		return nil
 	} else if err != nil {

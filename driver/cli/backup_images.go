@@ -81,8 +81,8 @@ func newImageBackup(ctx context.Context, c client.Client, image, target, name st
 	if err := getTarget(ctx, c, target, &t); err != nil {
 		return nil, err
 	}
-	if t.Spec.ReadOnly {
-		return nil, api.Errorf(api.InUse, "target %q is read-only: name another with --target", t.Name)
+	if why := t.ExplainReadOnly(); why != "" {
+		return nil, api.Errorf(api.InUse, "target %q %s", t.Name, why)
 	}
 	b := &api.BackupBackingImage{Spec: api.BackupBackingImageSpec{BackupTargetName: t.Name, BackingImageName: image,
 		UserCreated: true, Digest: digest}}

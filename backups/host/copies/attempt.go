@@ -91,17 +91,7 @@ func (r *reconciler) openTarget(ctx context.Context, b *api.Backup) (*targets.Op
 		return nil, api.Errorf(api.Invalid, "backup target %s: is a store of Longhorn, which Drover only reads; name "+
 			"another target", b.Target())
 	}
-	opened, err := r.repositories.Open(ctx, b.Target())
-	switch {
-	case api.Is(err, api.Denied) || api.Is(err, api.Invalid): // a person corrects the target or its Secret
-		return nil, api.Errorf(api.Unavailable, "%w", err)
-	case err != nil:
-		return nil, err
-	case opened.Target.ExplainReadOnly() != "":
-		opened.Close()
-		return nil, api.Errorf(api.Unavailable, "backup target %s: %s", b.Target(), opened.Target.ExplainReadOnly())
-	}
-	return opened, nil
+	return r.repositories.OpenToWrite(ctx, b.Target())
 }
 
 // adopt finds the complete snapshot of an earlier attempt, and deletes other snapshots of the Backup.

@@ -93,6 +93,22 @@ func (r *Repositories) Open(ctx context.Context, name string) (*Opened, error) {
 	return &Opened{Repository: e.repository, Target: t, release: sync.OnceFunc(func() { r.release(e) })}, nil
 }
 
+// OpenToWrite is Open for new snapshots and deletions. A target that a person has to correct, and a target to which Drover
+// writes nothing, are errors of kind Unavailable: the caller tries again later.
+func (r *Repositories) OpenToWrite(ctx context.Context, name string) (*Opened, error) {
+	opened, err := r.Open(ctx, name)
+	switch {
+	case api.Is(err, api.Denied) || api.Is(err, api.Invalid):
+		return nil, api.Errorf(api.Unavailable, "%w", err)
+	case err != nil:
+		return nil, err
+	case opened.Target.ExplainReadOnly() != "":
+		opened.Close()
+		return nil, api.Errorf(api.Unavailable, "backup target %s: %s", name, opened.Target.ExplainReadOnly())
+	}
+	return opened, nil
+}
+
 // openError is an error of Open.
 func openError(t *api.BackupTarget, err error) error {
 	kind := api.KindOf(err)
