@@ -5,6 +5,7 @@ import (
 	"context"
 	"strings"
 	"testing"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -246,11 +247,15 @@ func TestImageBackupsTravel(t *testing.T) {
 	w.awaitState(without, api.BackupCompleted)
 }
 
-// sync asks the owner of the target for a list of the store.
+// sync asks the owner of the target for a list of the store. Requests have whole seconds: the second one within a second
+// has the next one.
 func (w *world) sync() {
 	w.T.Helper()
 	apitest.Edit(w.Server, w.target, func(t *api.BackupTarget) {
-		now := metav1.Now()
-		t.Spec.SyncRequestedAt = &now
+		asked := metav1.Now().Rfc3339Copy()
+		if last := t.Spec.SyncRequestedAt; last != nil && !last.Before(&asked) {
+			asked = metav1.NewTime(last.Add(time.Second))
+		}
+		t.Spec.SyncRequestedAt = &asked
 	})
 }
