@@ -21,7 +21,7 @@ func (s *server) snapshotDisk(uid api.UID) (block.SnapshotDisk, error) {
 
 // backupOptions are the options of the node's work for backups.
 func (s *server) backupOptions() host.Options {
-	return host.Options{Log: s.log, Version: cli.BuildVersion(),
+	return host.Options{Log: s.log, Guests: countGuests(dataSocket(s.stateDir)), Version: cli.BuildVersion(),
 		Targets: targets.Options{Log: s.log, Cache: filepath.Join(s.stateDir, "backups"),
 			Mounts: filepath.Join(s.stateDir, "shares")}}
 }

@@ -2,6 +2,7 @@ package driver
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -88,6 +89,9 @@ func (o dataOptions) runData(ctx context.Context) (err error) {
 	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", metricsHandler(log))
+	mux.HandleFunc("GET "+guestsPath, func(w http.ResponseWriter, _ *http.Request) {
+		_ = json.NewEncoder(w).Encode(data.GuestIO())
+	})
 	g := newGroup(ctx)
 	g.run(func(ctx context.Context) error { return serveHTTP(ctx, ln, mux) })
 	g.run(mgr.Start)

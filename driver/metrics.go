@@ -18,15 +18,20 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 )
 
-// gatherData collects the metrics of the data process through the socket and labels the metrics. Without a data process
-// the result is empty.
-func gatherData(socket string) prometheus.GathererFunc {
-	h := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{
+// dataClient calls the data process through the socket.
+func dataClient(socket string) *http.Client {
+	return &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{
 		DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return (&net.Dialer{}).DialContext(ctx, "unix", socket)
 		},
 	}}
+}
+
+// gatherData collects the metrics of the data process through the socket and labels the metrics. Without a data process
+// the result is empty.
+func gatherData(socket string) prometheus.GathererFunc {
+	h := dataClient(socket)
 	return func() ([]*dto.MetricFamily, error) {
 		resp, err := h.Get("http://data/metrics")
 		if err != nil {

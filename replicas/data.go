@@ -14,6 +14,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/block/pace"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/disks"
 	"drover.io/drover/replicas/engine"
@@ -106,6 +107,9 @@ func NewData(o DataOptions) (*Data, error) {
 
 // Resume resumes the devices that the process before left; see attach.Attachments.
 func (d *Data) Resume(ctx context.Context) error { return d.attachments.Resume(ctx) }
+
+// GuestIO counts the requests that the volumes attached to this node have answered.
+func (d *Data) GuestIO() pace.GuestIO { return d.attachments.GuestIO() }
 
 // Close stops serving, leaves the devices to the holder for the next process, and ends everything else. The manager
 // must have stopped.

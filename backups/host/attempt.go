@@ -107,6 +107,7 @@ func (a *attempt) upload(ctx context.Context, w *work, opened *targets.Opened, o
 	if o.Base, o.Changed, o.Reread, err = of.findBase(ctx, opened.Repository, disk); err != nil {
 		return err
 	}
+	defer a.pacer.Begin()()
 	result, err := mover.Backup(ctx, opened.Repository, src, o)
 	if err != nil {
 		return err // the next attempt looks for a snapshot that the mover could not delete
@@ -154,6 +155,7 @@ func (a *attempt) options(ctx context.Context, w *work, of content, size, rate i
 		Progress:     &w.progress,
 	}
 	shareMemory(&o, a.opts.Memory, a.places, rate)
+	o.Writer.Pacer = a.pacer
 	return o, nil
 }
 

@@ -21,6 +21,7 @@ import (
 	"drover.io/drover/api/watch"
 	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/block"
+	"drover.io/drover/block/pace"
 	"drover.io/drover/block/semaphore"
 )
 
@@ -35,6 +36,7 @@ type maker struct {
 	events       recorder.EventRecorder
 	log          *slog.Logger
 	works        *workSet
+	pacer        *pace.Pacer
 	places       semaphore.Set[struct{}]
 
 	// holding is held by the collector while it releases a hold, and for reading by a work that takes its hold.

@@ -11,11 +11,13 @@ var (
 	backupBytes = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "drover_backup_bytes_total",
 		Help: "Bytes of completed backups: read from the disks of this node, and uploaded to backup targets."},
 		[]string{"what"})
+	backupPauses = prometheus.NewCounter(prometheus.CounterOpts{Name: "drover_backup_pause_seconds_total",
+		Help: "Time in which the backups of this node paused for the I/O of volumes."})
 	backupSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "drover_backup_seconds",
 		Help:    "Time from the start of an attempt to make a backup to its end.",
 		Buckets: prometheus.ExponentialBuckets(0.1, 4, 9)}, []string{"result"})
 )
 
 func init() {
-	metrics.Registry.MustRegister(backupsRunning, backupBytes, backupSeconds)
+	metrics.Registry.MustRegister(backupsRunning, backupBytes, backupPauses, backupSeconds)
 }

@@ -1,24 +1,34 @@
 package host
 
 import (
+	"context"
 	"log/slog"
 	"runtime"
 	"time"
 
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api/watch"
 	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/block"
+	"drover.io/drover/block/pace"
 )
 
 // settingPlaces is the setting with the number of backups that the node makes at once.
 const settingPlaces = "concurrent-backups-per-node"
+
+// settingGuestSpeed is the setting with the part of their speed that guests keep, in percent.
+const settingGuestSpeed = "backup-guest-speed-percentage"
 
 // Options of the host. The zero value of a field stands for its default.
 type Options struct {
 	Log *slog.Logger
 	// Version of Drover, for the snapshots of repositories.
 	Version string
+	// Guests counts the requests of the node's volumes; nil: backups never wait for guests.
+	Guests func(context.Context) (pace.GuestIO, error)
 	// Memory bounds the buffers of all backups and restores of the node, in bytes; 256 MiB.
 	Memory int64
 	// RetryMin and RetryMax bound the pause after a failure, which doubles with each failure: 5 s to 5 min.
@@ -54,6 +64,16 @@ func (o Options) withDefaults() Options {
 		o.CollectEvery = 10 * time.Minute
 	}
 	return o
+}
+
+// newPacer makes the backups of the node wait for guests.
+func (o Options) newPacer(c client.Reader) *pace.Pacer {
+	if o.Guests == nil {
+		return nil
+	}
+	return pace.New(pace.Options{Guests: o.Guests, Keep: func(ctx context.Context) float64 {
+		return float64(min(watch.SettingNumber(ctx, c, settingGuestSpeed, o.Log), 95)) / 100
+	}, Rested: func(d time.Duration) { backupPauses.Add(d.Seconds()) }})
 }
 
 const (

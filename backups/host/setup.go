@@ -26,7 +26,8 @@ func Setup(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDis
 	repositories *targets.Repositories, o Options) error {
 	o = o.withDefaults()
 	m := &maker{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, disks: disks, repositories: repositories,
-		opts: o, events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backups"), works: newWorkSet()}
+		opts: o, events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backups"), works: newWorkSet(),
+		pacer: o.newPacer(mgr.GetClient())}
 	if err := copies.Setup(mgr, node, repositories, copies.Options{Log: o.Log, Version: o.Version, Memory: o.Memory,
 		RetryMin: o.RetryMin, RetryMax: o.RetryMax, ProgressEvery: o.ProgressEvery, Now: time.Now}); err != nil {
 		return err

@@ -224,15 +224,12 @@ func (u *upload) store(ctx context.Context, c, n int64, old manifest.Chunk) (man
 		buffer = block.AlignedBuffer(block.ChunkSize)
 	}
 	b := buffer[:n]
-	if m, err := u.src.ReadAt(b, c*block.ChunkSize); int64(m) < n {
-		if err == nil || errors.Is(err, io.EOF) {
-			err = io.ErrUnexpectedEOF
-		}
-		return old, api.Errorf(api.KindOf(err), "chunk %d: cannot be read: %w", c, err)
+	read, err := u.readChunk(ctx, c, b, known)
+	if err != nil {
+		return old, err
 	}
-	u.read.Add(n)
 	if !known {
-		digest = blob.Sum(b)
+		digest = read
 	}
 	switch zeros := manifest.Zeros(n); {
 	case digest == old.Digest:
@@ -242,8 +239,28 @@ func (u *upload) store(ctx context.Context, c, n int64, old manifest.Chunk) (man
 	case u.o.FragmentSize > 0 && u.base != nil && old.Digest != zeros.Digest:
 		return u.storeFragments(ctx, digest, b)
 	}
-	_, err := u.w.AddKnown(ctx, blob.Data, digest, b)
+	_, err = u.w.AddKnown(ctx, blob.Data, digest, b)
 	return manifest.Chunk{Digest: digest}, err
+}
+
+// readChunk reads chunk c into b, and returns its digest unless known.
+func (u *upload) readChunk(ctx context.Context, c int64, b []byte, known bool) (digest blob.ID, err error) {
+	leave, err := u.o.Writer.Pacer.Enter(ctx)
+	if err != nil {
+		return digest, err
+	}
+	defer leave()
+	if n, err := u.src.ReadAt(b, c*block.ChunkSize); n < len(b) {
+		if err == nil || errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		}
+		return digest, api.Errorf(api.KindOf(err), "chunk %d: cannot be read: %w", c, err)
+	}
+	u.read.Add(int64(len(b)))
+	if !known {
+		digest = blob.Sum(b)
+	}
+	return digest, nil
 }
 
 // storeFragments stores a chunk that has changed, and may change again, in fragments.

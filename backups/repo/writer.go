@@ -12,6 +12,7 @@ import (
 	"drover.io/drover/backups/repo/pack"
 	"drover.io/drover/backups/repo/tree"
 	"drover.io/drover/block"
+	"drover.io/drover/block/pace"
 )
 
 // Defaults and bounds of a Writer.
@@ -29,9 +30,10 @@ const (
 
 // WriterOptions bound a Writer.
 type WriterOptions struct {
-	PackSize int   // bytes of a full pack; 0: DefaultPackSize
-	Memory   int64 // bytes of all packs that are filled or sent, at least three packs; 0: DefaultMemory
-	Lock     *Lock // of the session: a sweep leaves the packs of a session that runs alone; nil in tests
+	PackSize int         // bytes of a full pack; 0: DefaultPackSize
+	Memory   int64       // bytes of all packs that are filled or sent, at least three packs; 0: DefaultMemory
+	Pacer    *pace.Pacer // of the node, for packs; nil: never waits
+	Lock     *Lock       // of the session: a sweep leaves the packs of a session that runs alone; nil in tests
 }
 
 // WriterStats counts the work of a Writer.
@@ -49,6 +51,7 @@ type Writer struct {
 	blobs    *Blobs
 	packSize int
 	lock     *Lock
+	pacer    *pace.Pacer
 
 	ctx        context.Context // ends with the session, with the first error and with Close
 	end        context.CancelCauseFunc
@@ -89,9 +92,9 @@ func NewWriter(session context.Context, blobs *Blobs, o WriterOptions) (*Writer,
 		return nil, api.Errorf(api.Invalid, "packs of %d bytes: not allowed; at most %d are", o.PackSize, largestPack)
 	}
 	packs := int(min(max(o.Memory/int64(o.PackSize), 3), mostPacks))
-	w := &Writer{r: blobs.r, blobs: blobs, packSize: o.PackSize, lock: o.Lock, buffers: make(chan []byte, packs),
-		allowed: make(chan struct{}, packs), uploads: make(chan *openPack, packs), pending: map[blobHandle]struct{}{},
-		unfinished: map[*openPack]struct{}{}}
+	w := &Writer{r: blobs.r, blobs: blobs, packSize: o.PackSize, lock: o.Lock, pacer: o.Pacer,
+		buffers: make(chan []byte, packs), allowed: make(chan struct{}, packs), uploads: make(chan *openPack, packs),
+		pending: map[blobHandle]struct{}{}, unfinished: map[*openPack]struct{}{}}
 	for range packs {
 		w.allowed <- struct{}{}
 	}
@@ -307,7 +310,7 @@ func (w *Writer) uploadPacks() {
 func (w *Writer) upload(p *openPack) error {
 	id, body, entries := p.builder.Finish()
 	// After an error the buffer belongs to the store, and no pack uses the buffer again.
-	if err := w.r.store.Put(w.ctx, packName(id), body); err != nil {
+	if err := w.putPack(packName(id), body); err != nil {
 		return api.Errorf(api.KindOf(err), "repository %.8s: pack %.8s cannot be written: %w", w.r.ID(), id, err)
 	}
 	if err := w.blobs.addPack(w.ctx, id, entries); err != nil {
@@ -337,6 +340,15 @@ func (w *Writer) upload(p *openPack) error {
 		return w.writeIndex()
 	}
 	return nil
+}
+
+func (w *Writer) putPack(name string, body []byte) error {
+	leave, err := w.pacer.Enter(w.ctx)
+	if err != nil {
+		return err
+	}
+	defer leave()
+	return w.r.store.Put(w.ctx, name, body)
 }
 
 // writeIndexFiles writes index files by the clock.

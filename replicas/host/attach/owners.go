@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/block/pace"
 	"drover.io/drover/replicas/device"
 	"drover.io/drover/replicas/stack"
 )
@@ -123,6 +125,17 @@ func (as *Attachments) GuestRequests() (n uint64) {
 		}
 	}
 	return n
+}
+
+// GuestIO counts these requests with their latencies.
+func (as *Attachments) GuestIO() (io pace.GuestIO) {
+	for _, s := range as.Sessions() {
+		for _, c := range s.engine.Stats() {
+			io.Requests += c.Ops
+			io.Latency += time.Duration(c.Seconds * float64(time.Second))
+		}
+	}
+	return io
 }
 
 // OpenedOn are the replicas of a disk that engines of this node have for their local member.

@@ -1,0 +1,200 @@
+// Package pace has background work give way to the guests: the programs that use the volumes of a node.
+//
+// While work is in progress and guests do I/O, periods of work alternate with rests. A rest shows how fast the guests
+// are undisturbed; the latencies in both decide how long the next rests are, so that guests keep a part of their speed on
+// a slow disk, and work loses little time on a fast one. Without guest I/O there is no rest but a short look now and
+// then, which also finds guests that the work stops altogether.
+//
+// Work that uses a disk calls Enter for each step of some milliseconds. A rest begins when the steps in progress have
+// ended, or after a second. A step never waits for another step, which may wait for the end of a rest.
+//
+// The first caller of Begin starts one goroutine, which the last end awaits.
+package pace
+
+import (
+	"context"
+	"sync"
+	"time"
+)
+
+// GuestIO counts the requests of guests that volumes have answered.
+type GuestIO struct {
+	Requests uint64        `json:"requests"`
+	Latency  time.Duration `json:"latency"` // sum, from request to answer
+}
+
+// Options of a Pacer.
+type Options struct {
+	// Guests counts since some time in the past. After an error, work does not wait.
+	Guests func(context.Context) (GuestIO, error)
+	// Keep is the part of their speed that guests keep at least, below 1; 0: work never waits.
+	Keep func(context.Context) float64
+	// Rested, if set, is called after each rest.
+	Rested func(time.Duration)
+}
+
+const (
+	workPeriod  = 200 * time.Millisecond
+	shortest    = 20 * time.Millisecond // of a rest
+	longest     = 2 * time.Second
+	leastShare  = 0.05 // of the rests in the time
+	mostShare   = 0.9
+	lookEvery   = 8   // periods of work without guest I/O between two looks
+	fewRequests = 50  // in a second, or fewer, are no guest I/O
+	memory      = 0.7 // of the counts of earlier periods, in each period
+)
+
+// Pacer makes the work of one node wait. Methods are safe for concurrent use. A nil Pacer never waits.
+type Pacer struct {
+	o    Options
+	gate gate
+
+	mu    sync.Mutex
+	users int
+	end   func() // ends the goroutine and awaits it
+}
+
+// New returns a Pacer without a goroutine.
+func New(o Options) *Pacer { return &Pacer{o: o} }
+
+// Begin announces work until the call of end.
+func (p *Pacer) Begin() (end func()) {
+	if p == nil {
+		return func() {}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.users++; p.users == 1 {
+		ctx, cancel := context.WithCancel(context.Background())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			p.run(ctx)
+		}()
+		p.end = func() { cancel(); <-done }
+	}
+	return sync.OnceFunc(func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if p.users--; p.users == 0 {
+			p.end()
+		}
+	})
+}
+
+// Enter waits for the end of a rest and begins a step of work, until the call of leave.
+func (p *Pacer) Enter(ctx context.Context) (leave func(), err error) {
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	if p == nil {
+		return func() {}, nil
+	}
+	if err := p.gate.enter(ctx); err != nil {
+		return nil, err
+	}
+	return p.gate.leave, nil
+}
+
+// run alternates work and rests.
+func (p *Pacer) run(ctx context.Context) {
+	var work, rest tally
+	began, before := time.Now(), p.count(ctx)
+	quiet, busy := 0, false // periods without guest I/O; the last rest had guest I/O
+	for wait(ctx, workPeriod) {
+		keep, now := p.o.Keep(ctx), p.count(ctx)
+		if keep <= 0 || now == nil || before == nil {
+			began, before = time.Now(), now
+			continue
+		}
+		if !busy && isQuiet(now, before, time.Since(began)) {
+			if quiet++; quiet < lookEvery {
+				began, before = time.Now(), now
+				continue
+			}
+		}
+		quiet = 0
+		if !p.gate.rest(ctx) {
+			p.gate.resume()
+			return
+		}
+		worked, drained := time.Since(began), p.count(ctx)
+		work.add(drained, before)
+		began = time.Now()
+		rested := wait(ctx, restAfter(worked, work.speed(rest), keep))
+		before = p.count(ctx)
+		if busy = !isQuiet(before, drained, time.Since(began)); busy {
+			rest.add(before, drained)
+		} else {
+			work, rest = tally{}, tally{}
+		}
+		if p.o.Rested != nil {
+			p.o.Rested(time.Since(began))
+		}
+		began = time.Now()
+		p.gate.resume()
+		if !rested {
+			return
+		}
+	}
+}
+
+// count returns nil when the guests cannot be counted.
+func (p *Pacer) count(ctx context.Context) *GuestIO {
+	io, err := p.o.Guests(ctx)
+	if err != nil {
+		return nil
+	}
+	return &io
+}
+
+func isQuiet(now, before *GuestIO, took time.Duration) bool {
+	if now == nil || before == nil || now.Requests < before.Requests {
+		return true
+	}
+	return float64(now.Requests-before.Requests) <= fewRequests*took.Seconds()
+}
+
+// restAfter is how long a rest after worked has to be, so that guests, which have the part speed of their speed
+// beside work, keep the part keep on average: with the share s of the rests, s + (1-s) * speed = keep.
+func restAfter(worked time.Duration, speed, keep float64) time.Duration {
+	share := leastShare
+	if speed < keep {
+		share = min(max((keep-speed)/(1-speed), leastShare), mostShare)
+	}
+	return min(max(time.Duration(float64(worked)*share/(1-share)), shortest), longest)
+}
+
+// tally has the requests of the last periods; those of earlier ones count less.
+type tally struct{ requests, latency float64 }
+
+func (t *tally) add(now, before *GuestIO) {
+	if now == nil || before == nil || now.Requests < before.Requests || now.Latency < before.Latency {
+		return // a volume was detached
+	}
+	t.requests = t.requests*memory + float64(now.Requests-before.Requests)
+	t.latency = t.latency*memory + float64(now.Latency-before.Latency)
+}
+
+// speed is that of guests beside the work t, as a part of their speed in rest.
+func (t *tally) speed(rest tally) float64 {
+	switch {
+	case rest.requests == 0: // nothing is known yet
+		return 1
+	case t.requests == 0 || t.latency == 0: // no request came back
+		return 0
+	}
+	return min(rest.latency/rest.requests*t.requests/t.latency, 1)
+}
+
+// wait returns false when ctx ended.
+func wait(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
