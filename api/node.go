@@ -155,7 +155,7 @@ var Settings = map[string]string{
 	"snapshot-data-integrity":          "enabled", // kind of comparison at these intervals, for volumes that do not say
 	"volume-attach-limit":              "256",     // attached volumes on one node at most
 	"concurrent-backups-per-node":      "2",       // backups that one node makes at once; 0: 1
-	// Percent of their speed that guests of a node keep while the node makes backups, on average; 0: backups never wait.
+	// Percent of its speed that the I/O of volumes keeps at a node that makes backups; 0: backups never pause.
 	"backup-guest-speed-percentage": "85",
 	"failed-backup-ttl":             "1440", // minutes until a failed backup is deleted; 0: never
 }

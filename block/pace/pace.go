@@ -1,4 +1,5 @@
-// Package pace has background work give way to the guests: the programs that use the volumes of a node.
+// Package pace has background work give way to the guests: the programs that use the volumes on a node, or volumes with
+// replicas on the node.
 //
 // While work is in progress and guests do I/O, periods of work alternate with rests. A rest shows how fast the guests
 // are undisturbed; the latencies in both decide how long the next rests are, so that guests keep a part of their speed on
@@ -14,6 +15,7 @@ package pace
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -21,6 +23,28 @@ import (
 type GuestIO struct {
 	Requests uint64        `json:"requests"`
 	Latency  time.Duration `json:"latency"` // sum, from request to answer
+}
+
+// Add adds the requests of other.
+func (g GuestIO) Add(other GuestIO) GuestIO {
+	return GuestIO{g.Requests + other.Requests, g.Latency + other.Latency}
+}
+
+// Counter counts requests. Methods are safe for concurrent use.
+type Counter struct {
+	requests atomic.Uint64
+	latency  atomic.Int64
+}
+
+// Count counts a request that was answered after took.
+func (c *Counter) Count(took time.Duration) {
+	c.requests.Add(1)
+	c.latency.Add(int64(took))
+}
+
+// GuestIO is the sum.
+func (c *Counter) GuestIO() GuestIO {
+	return GuestIO{c.requests.Load(), time.Duration(c.latency.Load())}
 }
 
 // Options of a Pacer.

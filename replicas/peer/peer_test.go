@@ -407,6 +407,9 @@ func TestWork(t *testing.T) {
 	}
 	g := &guest{t: t, m: m, loop: loop, rng: rand.New(rand.NewPCG(1, 1)), model: make([]byte, testSize)}
 	g.run(4000, 32)
+	if io := f.s.GuestIO(); io.Requests < 4000 || io.Latency <= 0 {
+		t.Errorf("after 4,000 requests the server counts %+v", io)
+	}
 	want, err := m.Digests(context.Background(), 0, testSize)
 	if err != nil {
 		t.Fatal(err)

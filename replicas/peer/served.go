@@ -333,7 +333,7 @@ func (c *served) takeRequest(r *bufio.Reader, h *header) error {
 	c.flying++
 	c.mu.Unlock()
 	done := in.req.Done
-	*in = incoming{sess: x, id: h.id, buf: buf}
+	*in = incoming{sess: x, id: h.id, buf: buf, at: time.Now()}
 	in.req = block.Request{Op: ops[h.kind], FUA: h.flags&flagFUA != 0, Off: h.off, Len: h.n, Buf: buf,
 		Spans: spans, Done: done}
 	x.t.postRequest(in)
@@ -362,6 +362,7 @@ func (c *served) takeAnswer(in *incoming) {
 	if in.err != nil && c.resubmitLater(in) {
 		return
 	}
+	c.s.guests.Count(time.Since(in.at))
 	o := outgoing{h: header{kind: kindAnswer, id: in.id}}
 	switch {
 	case in.err == nil && in.req.Op == block.OpRead:

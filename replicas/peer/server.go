@@ -16,6 +16,7 @@ import (
 
 	"drover.io/drover/block"
 	"drover.io/drover/block/listener"
+	"drover.io/drover/block/pace"
 )
 
 // Replica is a replica that is open on a loop, as a Server serves it.
@@ -87,6 +88,7 @@ type Server struct {
 	o        ServerOptions
 	bufs     *buffers
 	sessions sessionCount
+	guests   pace.Counter
 
 	mu      sync.Mutex
 	ln      *listener.Listener
@@ -158,6 +160,9 @@ func (s *Server) Serve(on net.Listener) error {
 		}()
 	}
 }
+
+// GuestIO counts the requests that replicas of this node have answered to other nodes.
+func (s *Server) GuestIO() pace.GuestIO { return s.guests.GuestIO() }
 
 // Close closes the listener, breaks all connections, and closes their replicas. Requests and calls of connections may
 // wait for the end of a cut, which the end of the replica ends: Close waits for the connections last.

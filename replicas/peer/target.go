@@ -59,6 +59,7 @@ type incoming struct {
 	id   uint64
 	buf  []byte
 	err  error
+	at   time.Time // of the request's arrival
 }
 
 // openTarget adds a session to an open replica, or opens the replica for the session. One open of a replica runs at a

@@ -15,6 +15,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block/listener"
+	"drover.io/drover/block/pace"
 	"drover.io/drover/block/wire"
 	"drover.io/drover/replicas/disks"
 	"drover.io/drover/replicas/engine"
@@ -103,6 +104,14 @@ func (s *Server) Serve() {
 			s.o.Log.Error("other nodes are not served any more", "err", s.serveErr)
 		}
 	}()
+}
+
+// GuestIO counts the requests that other nodes had answered.
+func (s *Server) GuestIO() pace.GuestIO {
+	if s.server == nil {
+		return pace.GuestIO{}
+	}
+	return s.server.GuestIO()
 }
 
 // Use gives the server its clients, before the node has reached the API.
