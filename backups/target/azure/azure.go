@@ -17,7 +17,6 @@ import (
 	"context"
 	"crypto/md5"
 	"fmt"
-	"io"
 	"net/http"
 	"net/url"
 	"strings"
@@ -39,8 +38,6 @@ import (
 const (
 	// maxTries is how often the library sends a request.
 	maxTries = 4
-	// maxObject bounds the memory for an object whose length the server tells.
-	maxObject = 1 << 30
 	// deletes is how many objects a Delete deletes at once: a request deletes one.
 	deletes = 8
 )
@@ -136,45 +133,25 @@ func (s *Store) Put(ctx context.Context, name string, body []byte) error {
 
 // Get implements target.Store.
 func (s *Store) Get(ctx context.Context, name string, off, n int64) ([]byte, error) {
-	if err := target.CheckName(name); err != nil {
-		return nil, err
-	}
-	if err := target.CheckRange(name, off, n); err != nil {
+	wanted := web.Range{Store: s, Name: name, Off: off, N: n}
+	if err := wanted.Check(); err != nil {
 		return nil, err
 	}
 	if n == 0 { // a range of the library with no bytes means all
-		return s.getNothing(ctx, name, off, n)
+		return wanted.ReadEmpty(ctx)
 	}
 	op := s.begin(ctx, "read object "+name, max(n, 0))
 	defer op.End()
 	answer, err := s.blob(name).DownloadStream(op.Ctx,
 		&blob.DownloadStreamOptions{Range: blob.HTTPRange{Offset: off, Count: max(n, 0)}})
 	if isBeyondTheEnd(err) {
-		return s.getNothing(ctx, name, off, n)
+		return wanted.ReadEmpty(ctx)
 	} else if err != nil {
 		return nil, op.failed(err)
 	}
 	defer answer.Body.Close()
-	length := valueOf(answer.ContentLength, -1)
-	if n > 0 || off > 0 {
-		given := valueOf(answer.ContentRange, "")
-		var first, last, size int64
-		_, err := fmt.Sscanf(given, "bytes %d-%d/%d", &first, &last, &size)
-		end := size
-		if n > 0 {
-			end = min(size, off+n)
-		}
-		if err == nil && off >= size { // a server may answer with an empty range
-			return s.getNothing(ctx, name, off, n)
-		} else if err != nil || first != off || first > last || last != end-1 {
-			return nil, op.unavailable(fmt.Sprintf("the server answered a read of %d bytes from %d with the range %q", n, off,
-				given))
-		} else if end-off < n {
-			return nil, target.Short(s.String(), name, off, n, size)
-		}
-		length = end - off
-	}
-	return op.readBody(answer.Body, length)
+	return wanted.ReadAnswer(ctx, op.Operation, answer.Body, valueOf(answer.ContentRange, ""),
+		valueOf(answer.ContentLength, -1))
 }
 
 // valueOf is the value of a header, or missing.
@@ -183,37 +160,6 @@ func valueOf[T any](header *T, missing T) T {
 		return missing
 	}
 	return *header
-}
-
-// getNothing is Get of no bytes, or beyond the end.
-func (s *Store) getNothing(ctx context.Context, name string, off, n int64) ([]byte, error) {
-	o, err := s.Stat(ctx, name)
-	switch {
-	case err != nil:
-		return nil, err
-	case off+max(n, 0) > o.Size:
-		return nil, target.Short(s.String(), name, off, n, o.Size)
-	case n > 0 || n < 0 && off < o.Size:
-		return nil, api.Errorf(api.Unavailable, "%s: cannot read object %s: the server refused a range inside of the object",
-			s, name)
-	}
-	return []byte{}, nil
-}
-
-// readBody reads exactly length bytes.
-func (o *operation) readBody(body io.Reader, length int64) ([]byte, error) {
-	if length < 0 || length > maxObject {
-		return nil, o.unavailable(fmt.Sprintf("the server gives the length %d, at most %d are allowed", length, maxObject))
-	}
-	o.Extend(length)
-	b := make([]byte, length)
-	if n, err := io.ReadFull(body, b); err != nil {
-		if o.Ctx.Err() != nil {
-			return nil, o.failed(err)
-		}
-		return nil, o.unavailable(fmt.Sprintf("the answer ended after %d of %d bytes", n, length))
-	}
-	return b, nil
 }
 
 // Stat implements target.Store.

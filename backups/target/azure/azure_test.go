@@ -180,7 +180,7 @@ func TestWrongAnswersAreRefused(t *testing.T) {
 		}
 	}
 	s := serve(t, func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Length", fmt.Sprint(int64(maxObject)+1))
+		w.Header().Set("Content-Length", fmt.Sprint(int64(1<<30)+1))
 	})
 	if got, err := s.Get(t.Context(), "data/a", 0, -1); !api.Is(err, api.Unavailable) {
 		t.Errorf("an object that is too long: %d bytes, %v", len(got), err)

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"net/url"
 
 	"github.com/Azure/azure-sdk-for-go/sdk/azcore"
 	"github.com/Azure/azure-sdk-for-go/sdk/storage/azblob/bloberror"
@@ -14,17 +13,12 @@ import (
 	"drover.io/drover/backups/target/web"
 )
 
-// operation is one call of the store, with a deadline.
-type operation struct {
-	*web.Deadline
-	store  *Store
-	action string // for errors
-	caller context.Context
-}
+// operation is one call of the store.
+type operation struct{ *web.Operation }
 
 // begin starts an operation that moves n bytes.
-func (s *Store) begin(ctx context.Context, action string, n int64) *operation {
-	return &operation{Deadline: s.cfg.Begin(ctx, n), store: s, action: action, caller: ctx}
+func (s *Store) begin(ctx context.Context, action string, n int64) operation {
+	return operation{s.cfg.BeginOperation(ctx, s, action, n, s.cfg.Key)}
 }
 
 // isMissing reports whether the server has no such object.
@@ -34,34 +28,20 @@ func isMissing(err error) bool { return bloberror.HasCode(err, bloberror.BlobNot
 func isBeyondTheEnd(err error) bool { return bloberror.HasCode(err, bloberror.InvalidRange) }
 
 // failed is the error of the operation with the kind of its cause.
-func (o *operation) failed(err error) error {
-	if caller := o.caller.Err(); caller != nil {
-		return api.Errorf(api.Other, "%s: cannot %s: %w", o.store, o.action, caller)
-	}
-	if o.Ctx.Err() != nil {
-		return o.unavailable("the server did not answer in time")
-	}
+func (o operation) failed(err error) error { return o.Failed(err, explain) }
+
+// explain is the kind and the cause of a server's answer.
+func explain(err error) (kind api.Kind, cause string, is bool) {
 	var answer *azcore.ResponseError // its text has the whole answer
-	if errors.As(err, &answer) {
-		code := bloberror.Code(answer.ErrorCode)
-		if code == "" {
-			code = bloberror.Code(http.StatusText(answer.StatusCode))
-		}
-		return o.errorf(kindOf(code, answer.StatusCode), fmt.Sprintf("the server answered %.100q (%d)%s", string(code),
-			answer.StatusCode, remedies[code]))
+	if !errors.As(err, &answer) {
+		return kind, "", false
 	}
-	var request *url.Error // its text repeats the object's address
-	if errors.As(err, &request) {
-		err = request.Err
+	code := bloberror.Code(answer.ErrorCode)
+	if code == "" {
+		code = bloberror.Code(http.StatusText(answer.StatusCode))
 	}
-	return o.unavailable(err.Error())
-}
-
-func (o *operation) unavailable(cause string) error { return o.errorf(api.Unavailable, cause) }
-
-func (o *operation) errorf(kind api.Kind, cause string) error {
-	cfg := o.store.cfg
-	return api.Errorf(kind, "%s: cannot %s: %s", o.store, o.action, cfg.Redact(cause, cfg.Key))
+	return kindOf(code, answer.StatusCode), fmt.Sprintf("the server answered %.100q (%d)%s", string(code),
+		answer.StatusCode, remedies[code]), true
 }
 
 var remedies = map[bloberror.Code]string{
@@ -87,13 +67,5 @@ func kindOf(code bloberror.Code, status int) api.Kind {
 	case bloberror.RequestBodyTooLarge, bloberror.InvalidResourceName:
 		return api.Invalid
 	}
-	switch {
-	case status == http.StatusUnauthorized || status == http.StatusForbidden:
-		return api.Denied
-	case status == http.StatusInsufficientStorage:
-		return api.Full
-	case status == http.StatusRequestTimeout || status == http.StatusTooManyRequests || status >= 500:
-		return api.Unavailable
-	}
-	return api.Other
+	return web.KindOfStatus(status)
 }

@@ -55,6 +55,3 @@ func (c Config) endpoint() (host string, secure bool, err error) {
 	}
 	return u.Host, u.Scheme == "https", nil
 }
-
-// redact takes the secrets out of a text of a server or a library.
-func (c Config) redact(text string) string { return c.Redact(text, c.SecretKey, c.SessionToken) }

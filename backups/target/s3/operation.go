@@ -3,8 +3,6 @@ package s3
 import (
 	"context"
 	"errors"
-	"net/http"
-	"net/url"
 
 	"github.com/minio/minio-go/v7"
 	"github.com/minio/minio-go/v7/pkg/credentials"
@@ -13,51 +11,33 @@ import (
 	"drover.io/drover/backups/target/web"
 )
 
-// operation is one call of the store, with a deadline.
-type operation struct {
-	*web.Deadline
-	store  *Store
-	action string // for errors
-	caller context.Context
-}
+// operation is one call of the store.
+type operation struct{ *web.Operation }
 
 // begin starts an operation that moves n bytes.
-func (s *Store) begin(ctx context.Context, action string, n int64) *operation {
-	return &operation{Deadline: s.cfg.Begin(ctx, n), store: s, action: action, caller: ctx}
+func (s *Store) begin(ctx context.Context, action string, n int64) operation {
+	return operation{s.cfg.BeginOperation(ctx, s, action, n, s.cfg.SecretKey, s.cfg.SessionToken)}
 }
 
 // failed is the error of the operation with the kind of its cause.
-func (o *operation) failed(err error) error {
-	if caller := o.caller.Err(); caller != nil {
-		return api.Errorf(api.Other, "%s: cannot %s: %w", o.store, o.action, caller)
-	}
-	if o.Ctx.Err() != nil {
-		return o.unavailable("the server did not answer in time")
-	}
+func (o operation) failed(err error) error { return o.Failed(err, explain) }
+
+// explain is the kind and the cause of a server's answer.
+func explain(err error) (kind api.Kind, cause string, is bool) {
 	var answer minio.ErrorResponse
 	if errors.As(err, &answer) {
 		text := answer.Error()
 		if answer.Code != "" && answer.Code != text {
 			text += " (" + answer.Code + ")"
 		}
-		return o.errorf(kindOf(answer), text+remedies[answer.Code])
+		return kindOf(answer), text + remedies[answer.Code], true
 	}
 	var refused credentials.ErrorResponse
 	if errors.As(err, &refused) {
-		return o.errorf(api.Denied, "the server gives no credentials of the role: "+refused.Error()+
-			"; check the role, and its trust in the identity of Drover")
+		return api.Denied, "the server gives no credentials of the role: " + refused.Error() +
+			"; check the role, and its trust in the identity of Drover", true
 	}
-	var request *url.Error // its text repeats the object's address
-	if errors.As(err, &request) {
-		err = request.Err
-	}
-	return o.unavailable(err.Error())
-}
-
-func (o *operation) unavailable(cause string) error { return o.errorf(api.Unavailable, cause) }
-
-func (o *operation) errorf(kind api.Kind, cause string) error {
-	return api.Errorf(kind, "%s: cannot %s: %s", o.store, o.action, o.store.cfg.redact(cause))
+	return kind, "", false
 }
 
 var remedies = map[string]string{
@@ -87,13 +67,5 @@ func kindOf(answer minio.ErrorResponse) api.Kind {
 	case "QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull":
 		return api.Full
 	}
-	switch status := answer.StatusCode; {
-	case status == http.StatusUnauthorized || status == http.StatusForbidden:
-		return api.Denied
-	case status == http.StatusInsufficientStorage:
-		return api.Full
-	case status == http.StatusRequestTimeout || status == http.StatusTooManyRequests || status >= 500:
-		return api.Unavailable
-	}
-	return api.Other
+	return web.KindOfStatus(answer.StatusCode)
 }

@@ -20,7 +20,6 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"io"
 	"net/http"
 	"slices"
 	"strings"
@@ -32,12 +31,8 @@ import (
 	"drover.io/drover/backups/target/web"
 )
 
-const (
-	// maxTries is how often the library sends a request.
-	maxTries = 4
-	// maxObject bounds the memory for an object whose length the server tells.
-	maxObject = 1 << 30
-)
+// maxTries is how often the library sends a request.
+const maxTries = 4
 
 // Store is a store in a bucket.
 type Store struct {
@@ -79,7 +74,8 @@ func New(cfg Config) (*Store, error) {
 		MaxRetries:   maxTries,
 	})
 	if err != nil {
-		return nil, api.Errorf(api.Invalid, "%s: cannot use the endpoint %s: %s", s, host, cfg.redact(err.Error()))
+		return nil, api.Errorf(api.Invalid, "%s: cannot use the endpoint %s: %s", s, host,
+			cfg.Redact(err.Error(), cfg.SecretKey, cfg.SessionToken))
 	}
 	s.client = minio.Core{Client: client}
 	return s, nil
@@ -113,87 +109,29 @@ func (s *Store) Put(ctx context.Context, name string, body []byte) error {
 
 // Get implements target.Store.
 func (s *Store) Get(ctx context.Context, name string, off, n int64) ([]byte, error) {
-	if err := target.CheckName(name); err != nil {
-		return nil, err
-	}
-	if err := target.CheckRange(name, off, n); err != nil {
+	wanted := web.Range{Store: s, Name: name, Off: off, N: n}
+	if err := wanted.Check(); err != nil {
 		return nil, err
 	}
 	if n == 0 { // no range of the protocol is empty
-		return s.getNothing(ctx, name, off, n)
+		return wanted.ReadEmpty(ctx)
 	}
 	op := s.begin(ctx, "read object "+name, max(n, 0))
 	defer op.End()
 	var opts minio.GetObjectOptions
-	var wanted string
 	if n > 0 {
-		wanted = fmt.Sprintf("bytes=%d-%d", off, off+n-1)
+		opts.Set("Range", fmt.Sprintf("bytes=%d-%d", off, off+n-1))
 	} else if off > 0 {
-		wanted = fmt.Sprintf("bytes=%d-", off)
-	}
-	if wanted != "" {
-		opts.Set("Range", wanted)
+		opts.Set("Range", fmt.Sprintf("bytes=%d-", off))
 	}
 	body, info, header, err := s.client.GetObject(op.Ctx, s.cfg.Bucket, s.prefix+name, opts)
 	if minio.ToErrorResponse(err).Code == minio.InvalidRange {
-		return s.getNothing(ctx, name, off, n)
+		return wanted.ReadEmpty(ctx)
 	} else if err != nil {
 		return nil, op.failed(err)
 	}
 	defer body.Close()
-	length := info.Size
-	if wanted != "" {
-		answer := header.Get("Content-Range")
-		first, last, size, ok := parseContentRange(answer)
-		end := size
-		if n > 0 {
-			end = min(size, off+n)
-		}
-		if !ok || first != off || last != end-1 {
-			return nil, op.unavailable(fmt.Sprintf("the server answered %q with the range %q", wanted, answer))
-		} else if end-off < n {
-			return nil, target.Short(s.String(), name, off, n, size)
-		}
-		length = end - off
-	}
-	return op.readBody(body, length)
-}
-
-// getNothing is Get of no bytes, or beyond the end.
-func (s *Store) getNothing(ctx context.Context, name string, off, n int64) ([]byte, error) {
-	o, err := s.Stat(ctx, name)
-	switch {
-	case err != nil:
-		return nil, err
-	case off+max(n, 0) > o.Size:
-		return nil, target.Short(s.String(), name, off, n, o.Size)
-	case n > 0 || n < 0 && off < o.Size:
-		return nil, api.Errorf(api.Unavailable, "%s: cannot read object %s: the server refused a range inside of the object",
-			s, name)
-	}
-	return []byte{}, nil
-}
-
-// parseContentRange parses "bytes first-last/size".
-func parseContentRange(header string) (first, last, size int64, ok bool) {
-	n, err := fmt.Sscanf(header, "bytes %d-%d/%d", &first, &last, &size)
-	return first, last, size, n == 3 && err == nil && 0 <= first && first <= last
-}
-
-// readBody reads exactly length bytes.
-func (o *operation) readBody(body io.Reader, length int64) ([]byte, error) {
-	if length < 0 || length > maxObject {
-		return nil, o.unavailable(fmt.Sprintf("the server gives the length %d, at most %d are allowed", length, maxObject))
-	}
-	o.Extend(length)
-	b := make([]byte, length)
-	if n, err := io.ReadFull(body, b); err != nil {
-		if o.Ctx.Err() != nil {
-			return nil, o.failed(err)
-		}
-		return nil, o.unavailable(fmt.Sprintf("the answer ended after %d of %d bytes", n, length))
-	}
-	return b, nil
+	return wanted.ReadAnswer(ctx, op.Operation, body, header.Get("Content-Range"), info.Size)
 }
 
 // Stat implements target.Store.
@@ -298,9 +236,9 @@ func (s *Store) Delete(ctx context.Context, names ...string) error {
 		return op.failed(err)
 	}
 	if failures > 0 {
-		op.action = "delete object " + strings.TrimPrefix(first.ObjectName, s.prefix)
+		op.Action = "delete object " + strings.TrimPrefix(first.ObjectName, s.prefix)
 		if failures > 1 {
-			op.action += fmt.Sprintf(" and %d others", failures-1)
+			op.Action += fmt.Sprintf(" and %d others", failures-1)
 		}
 		return op.failed(first.Err)
 	}

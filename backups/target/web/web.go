@@ -1,5 +1,6 @@
 // Package web has what the stores behind HTTP share: the network settings of a target, secrets that no text shows,
-// deadlines of operations, and limits around the libraries.
+// operations with their deadlines and errors, the check of an answer with the range of an object, and limits around the
+// libraries.
 //
 // The package never reads the environment. It starts no goroutines; the HTTP transport keeps goroutines for
 // connections, which end with the request, or with CloseIdleConnections for idle connections.
