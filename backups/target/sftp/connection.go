@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"io/fs"
+	"math"
 	"net"
 	"os"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/pkg/sftp"
@@ -25,7 +27,7 @@ const idleTime = 20 * time.Second
 type connection struct {
 	*sftp.Client
 	ssh  *ssh.Client
-	conn net.Conn
+	conn *meteredConn
 	used time.Time
 }
 
@@ -33,6 +35,42 @@ func (c *connection) close() {
 	_ = c.conn.Close() // at once: the others would wait for the server
 	_ = c.Client.Close()
 	_ = c.ssh.Close()
+}
+
+// meteredConn limits what a server sends for one answer, whose memory the library does not limit. Beyond the limit the
+// connection is broken.
+type meteredConn struct {
+	net.Conn
+	left atomic.Int64 // what the server may send
+}
+
+var errTooLong = errors.New("the answer of the server is too long")
+
+func newMeteredConn(c net.Conn) *meteredConn {
+	m := &meteredConn{Conn: c}
+	m.left.Store(math.MaxInt64)
+	return m
+}
+
+// limit runs do, during which the server may send most bytes, and returns how many it sent.
+func (c *meteredConn) limit(most int64, do func()) (sent int64, err error) {
+	c.left.Store(most)
+	do()
+	left := c.left.Swap(math.MaxInt64)
+	if left <= 0 {
+		return most - left, errTooLong
+	}
+	return most - left, nil
+}
+
+// Read implements net.Conn.
+func (c *meteredConn) Read(p []byte) (int, error) {
+	if c.left.Load() <= 0 {
+		return 0, errTooLong
+	}
+	n, err := c.Conn.Read(p)
+	c.left.Add(int64(-n))
+	return n, err
 }
 
 // operation is one call of the store on a connection, with a deadline.
@@ -129,10 +167,11 @@ func (s *Store) answers(ctx context.Context, c *connection) bool {
 func (s *Store) dial(ctx context.Context) (*connection, error) {
 	ctx, cancel := context.WithTimeout(ctx, s.cfg.AnswerTime)
 	defer cancel()
-	conn, err := (&net.Dialer{KeepAlive: 30 * time.Second}).DialContext(ctx, "tcp", s.address())
+	dialed, err := (&net.Dialer{KeepAlive: 30 * time.Second}).DialContext(ctx, "tcp", s.address())
 	if err != nil {
 		return nil, err
 	}
+	conn := newMeteredConn(dialed)
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
 	login := s.login

@@ -42,6 +42,9 @@ const (
 	abandonedAfter = 24 * time.Hour
 	// maxObject bounds the memory for an object whose length the server tells.
 	maxObject = 1 << 30
+	// maxList bounds what the server sends for the list of a folder, together with the lists of the folders above, which
+	// stay in memory meanwhile: the library returns a folder whole. It is room for some 300,000 names.
+	maxList = 64 << 20
 	// maxConnections bounds the connections of a store; OpenSSH admits ten that are not logged in yet.
 	maxConnections = 4
 	// The extensions of OpenSSH that the store uses.
@@ -70,6 +73,7 @@ type Store struct {
 	cfg   Config
 	login ssh.ClientConfig
 	slots chan struct{} // one for each connection
+	most  int64         // maxList, or less for a test
 
 	mu     sync.Mutex
 	closed bool
@@ -86,7 +90,8 @@ func Open(ctx context.Context, cfg Config) (*Store, error) {
 		cfg.Port = "22"
 	}
 	cfg.AnswerTime = web.Network{AnswerTime: cfg.AnswerTime}.WithDefaults().AnswerTime
-	s := &Store{cfg: cfg, slots: make(chan struct{}, maxConnections), made: map[string]bool{}}
+	s := &Store{cfg: cfg, slots: make(chan struct{}, maxConnections), most: maxList,
+		made: map[string]bool{}}
 	var err error
 	if s.login, err = s.clientConfig(); err != nil {
 		return nil, err
@@ -213,7 +218,7 @@ func (s *Store) forgetFolders() {
 // of a new file is now.
 func (o *operation) removeAbandoned() error {
 	dir := o.store.join(tmpDir)
-	entries, err := o.ReadDirContext(o.Ctx, dir)
+	entries, _, err := o.readFolder(dir, o.store.most)
 	if errors.Is(err, fs.ErrNotExist) || err == nil && len(entries) == 0 {
 		return nil
 	} else if err != nil {
@@ -325,7 +330,7 @@ func (s *Store) List(ctx context.Context, prefix string, each func(target.Object
 	}
 	var stop error // of each
 	err := s.run(ctx, fmt.Sprintf("list objects %q", prefix), 0, func(op *operation) error {
-		return op.list(dir, prefix, func(o target.Object) error {
+		return op.list(dir, prefix, s.most, func(o target.Object) error {
 			op.Pause()
 			defer op.Extend(0)
 			stop = each(o)
@@ -338,9 +343,19 @@ func (s *Store) List(ctx context.Context, prefix string, each func(target.Object
 	return err
 }
 
-// list lists the objects below the folder dir, which is empty for the root.
-func (o *operation) list(dir, prefix string, each func(target.Object) error) error {
-	entries, err := o.ReadDirContext(o.Ctx, o.store.join(dir))
+// readFolder reads the list of a folder, for which the server may send most bytes, and returns how many it sent.
+func (o *operation) readFolder(dir string, most int64) (entries []fs.FileInfo, sent int64, err error) {
+	sent, tooLong := o.conn.limit(most, func() { entries, err = o.ReadDirContext(o.Ctx, dir) })
+	if tooLong != nil {
+		return nil, sent, fmt.Errorf("list of folder %s: %w; remove foreign files from the folder", dir, tooLong)
+	}
+	return entries, sent, err
+}
+
+// list lists the objects below the folder dir, which is empty for the root. The server may send most bytes for a folder
+// and the folders above it.
+func (o *operation) list(dir, prefix string, most int64, each func(target.Object) error) error {
+	entries, sent, err := o.readFolder(o.store.join(dir), most)
 	if err != nil && o.isMissing(o.store.join(dir), err) {
 		return o.checkRoot()
 	} else if err != nil {
@@ -360,7 +375,7 @@ func (o *operation) list(dir, prefix string, each func(target.Object) error) err
 		switch {
 		case e.IsDir():
 			o.Extend(0)
-			err = o.list(name, prefix, each)
+			err = o.list(name, prefix, most-sent, each)
 		case e.Mode().IsRegular():
 			err = each(target.Object{Name: name, Size: e.Size(), Modified: e.ModTime()})
 		case e.Mode()&fs.ModeSymlink != 0: // Put and Get would follow the link

@@ -344,6 +344,34 @@ func TestServerThatHangsIsUnavailable(t *testing.T) {
 	}
 }
 
+// TestListsAreBounded: the list of a folder that is longer than the bound, alone or together with the folders above, is
+// an error of the folder, and the store works on.
+func TestListsAreBounded(t *testing.T) {
+	server, root := startServer(t, goServer), t.TempDir()
+	s := open(t, server.login(root))
+	for _, dir := range []string{"", "data", "data/ab"} {
+		for i := range 40 {
+			must(t, os.MkdirAll(filepath.Join(root, dir), 0o700))
+			must(t, os.WriteFile(filepath.Join(root, dir, fmt.Sprint(i, strings.Repeat("x", 200))), nil, 0o600))
+		}
+	}
+	list := func() (n int, err error) {
+		return n, s.List(t.Context(), "", func(target.Object) error { n++; return nil })
+	}
+	for most, want := range map[int64]string{8 << 10: "list of folder " + root + ":", 30 << 10: "list of folder " + root +
+		"/data:", 50 << 10: "list of folder " + root + "/data/ab:"} {
+		s.most = most
+		_, err := list()
+		if !api.Is(err, api.Unavailable) || !errors.Is(err, errTooLong) || !strings.Contains(err.Error(), want) {
+			t.Errorf("with a bound of %d: %v of kind %v, want %q", most, err, api.KindOf(err), want)
+		}
+	}
+	s.most = 70 << 10
+	if n, err := list(); n != 120 || err != nil {
+		t.Errorf("with room for all: %d objects, %v", n, err)
+	}
+}
+
 // TestAbandonedFilesAreRemoved: Open removes temporary files of a day ago, and no younger ones.
 func TestAbandonedFilesAreRemoved(t *testing.T) {
 	server, root := startServer(t, goServer), t.TempDir()
