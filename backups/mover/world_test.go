@@ -21,6 +21,7 @@ import (
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/folder"
+	"drover.io/drover/backups/target/targettest"
 	"drover.io/drover/block"
 	"drover.io/drover/block/suite"
 )
@@ -220,17 +221,19 @@ func (s *hookedStore) Delete(ctx context.Context, names ...string) error {
 
 const password = "correct horse"
 
-// world is a repository in a folder.
+// world is a repository, usually in a folder.
 type world struct {
 	testing.TB
-	folder string
-	store  *hookedStore
-	r      *repo.Repository
+	folder   string
+	location string // of the repository, for restic
+	store    *hookedStore
+	r        *repo.Repository
 }
 
 func newWorld(t testing.TB) *world {
 	t.Helper()
 	w := &world{TB: t, folder: t.TempDir()}
+	w.location = w.folder
 	must(t, os.RemoveAll(w.folder))
 	must(t, os.CopyFS(w.folder, os.DirFS(emptyRepository())))
 	s, err := folder.Open(t.Context(), w.folder)
@@ -331,7 +334,7 @@ func (w *world) runRestic(program string, args ...string) string {
 	w.Helper()
 	ctx, cancel := context.WithTimeout(w.Context(), 3*time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, program, append([]string{"--no-cache", "--repo", w.folder}, args...)...)
+	cmd := exec.CommandContext(ctx, program, append([]string{"--no-cache", "--repo", w.location}, args...)...)
 	cmd.Env = append(os.Environ(), "RESTIC_PASSWORD="+password)
 	cmd.WaitDelay = time.Second
 	output, err := cmd.CombinedOutput()
@@ -351,13 +354,7 @@ func (w *world) oracles() []string {
 	if !suite.All() {
 		return []string{"restic"}
 	}
-	to := w.TempDir()
-	cmd := exec.CommandContext(w.Context(), "go", "install", "-ldflags=-s -w", newRestic)
-	cmd.Env = append(os.Environ(), "GOBIN="+to, "GOFLAGS=-trimpath", "CGO_ENABLED=0")
-	if output, err := cmd.CombinedOutput(); err != nil {
-		w.Fatalf("%v\n%.2000s", err, output)
-	}
-	return []string{"restic", to + "/restic"}
+	return []string{"restic", targettest.Install(w, newRestic)}
 }
 
 func (w *world) check() {

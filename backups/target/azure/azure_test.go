@@ -4,12 +4,11 @@ import (
 	"context"
 	"encoding/base64"
 	"fmt"
-	"net"
 	"net/http"
 	"net/http/httptest"
-	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -59,33 +58,10 @@ func startAzurite(t *testing.T) string {
 		}
 		program = filepath.Join(dir, "node_modules/.bin/azurite-blob")
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	must(t, err)
-	_, port, err := net.SplitHostPort(l.Addr().String())
-	must(t, err)
-	must(t, l.Close())
-	log, err := os.Create(filepath.Join(t.TempDir(), "log"))
-	must(t, err)
-	cmd := exec.CommandContext(t.Context(), program, "--silent", "--skipApiVersionCheck", "--inMemoryPersistence",
-		"--disableTelemetry", "--blobHost", "127.0.0.1", "--blobPort", port)
-	cmd.Stdout, cmd.Stderr = log, log
-	must(t, cmd.Start())
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait(); close(ended) }()
-	t.Cleanup(func() { _ = cmd.Process.Kill(); <-ended })
-	for {
-		conn, err := net.Dial("tcp", "127.0.0.1:"+port)
-		if err == nil {
-			must(t, conn.Close())
-			return "http://127.0.0.1:" + port + "/" + account
-		}
-		select {
-		case err := <-ended:
-			text, _ := os.ReadFile(log.Name())
-			t.Fatalf("azurite ended: %v: %s", err, text)
-		case <-time.After(50 * time.Millisecond):
-		}
-	}
+	port := targettest.FreePort(t)
+	targettest.StartServer(t, port, program, "--silent", "--skipApiVersionCheck", "--inMemoryPersistence",
+		"--disableTelemetry", "--blobHost", "127.0.0.1", "--blobPort", strconv.Itoa(port))
+	return fmt.Sprintf("http://127.0.0.1:%d/%s", port, account)
 }
 
 // TestAzureKeepsTheContract: an Azure store passes the contract of stores, with a prefix in a container with other

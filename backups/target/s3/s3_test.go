@@ -1,6 +1,7 @@
 package s3
 
 import (
+	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"testing"
@@ -8,8 +9,10 @@ import (
 	"github.com/johannesboyne/gofakes3"
 	"github.com/johannesboyne/gofakes3/backend/s3mem"
 
+	"drover.io/drover/api"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/targettest"
+	"drover.io/drover/backups/target/web"
 	"drover.io/drover/block/suite"
 )
 
@@ -62,5 +65,26 @@ func TestS3KeepsTheContract(t *testing.T) {
 		must(t, other.Put(t.Context(), "drover2/data/a", []byte("other")))
 		must(t, other.Put(t.Context(), "config", []byte("other")))
 		return newStore(t, Config{Endpoint: server.URL, Region: "us-east-1", Prefix: "drover"})
+	})
+}
+
+// TestS3KeepsTheContractWithVersity: the same with another server, which has files behind it.
+func TestS3KeepsTheContractWithVersity(t *testing.T) {
+	suite.Long(t) // builds the server
+	v := targettest.StartVersity(t)
+	n := 0
+	targettest.Run(t, func(t *testing.T) target.Store {
+		n++
+		cfg := Config{Endpoint: v.Endpoint, Region: v.Region, AccessKey: web.Secret(v.AccessKey),
+			SecretKey: web.Secret(v.SecretKey)}
+		other := newStore(t, cfg)
+		must(t, other.Put(t.Context(), fmt.Sprintf("drover%d2/data/a", n), []byte("other")))
+		wrong := cfg
+		wrong.SecretKey = "other"
+		if err := newStore(t, wrong).Put(t.Context(), "config", nil); !api.Is(err, api.Denied) {
+			t.Errorf("put with a wrong key: %v", err)
+		}
+		cfg.Prefix = fmt.Sprintf("drover%d", n)
+		return newStore(t, cfg)
 	})
 }
