@@ -13,14 +13,13 @@ import (
 )
 
 // TestSnapshotOfAFailedBackupIsNotFound: a snapshot that the mover did not confirm, and could not delete, may lack
-// blobs. It does not come back as a completed Backup, and the
-// deletion of the failed Backup deletes the snapshot.
+// blobs. It does not come back as a completed Backup, and the deletion of the failed Backup deletes the snapshot.
 func TestSnapshotOfAFailedBackupIsNotFound(t *testing.T) {
 	w := newWorld(t)
 	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, chunk)})
 	w.store.set(func(_ context.Context, operation, name string) error {
 		if operation == "delete" && strings.HasPrefix(name, "snapshots/") {
-			return api.Errorf(api.Denied, "append only")
+			return api.Errorf(api.Unsupported, "append only")
 		}
 		return nil
 	}, func(_ context.Context, operation, name string) error {

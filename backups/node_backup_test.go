@@ -9,7 +9,9 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -206,24 +208,38 @@ func TestStoreFailsForAWhile(t *testing.T) {
 	w.compare(b, v, 0)
 }
 
-// TestStoreRefusesTheBackup: another attempt cannot help, so the backup has an Error at once.
-func TestStoreRefusesTheBackup(t *testing.T) {
+// TestCredentialsChangeDuringABackup: a store that denies the access in the middle of a backup costs the backup an
+// attempt, and the target's owner looks at the store, and says so at the target. The backup continues with the next
+// credentials.
+func TestCredentialsChangeDuringABackup(t *testing.T) {
 	w := newWorld(t)
 	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)})
+	var revoked atomic.Bool
 	w.store.set(func(_ context.Context, operation, name string) error {
 		if operation == "put" && strings.HasPrefix(name, "data/") {
-			return api.Errorf(api.Denied, "the key may not write")
+			revoked.Store(true)
+		}
+		if revoked.Load() && operation != "delete" { // else the lock stays
+			return api.Errorf(api.Denied, "the key is revoked")
 		}
 		return nil
 	}, nil)
+	w.opts.Targets.Retry = 100 * time.Millisecond
 	w.start(nil)
 	b := w.newBackup("b", v, 0)
-	w.awaitState(b, api.BackupError)
-	if s := b.Status; s.Attempts != 1 || !strings.Contains(s.Message, "may not write") {
-		t.Errorf("status %+v", s)
-	}
-	w.awaitEvent(b, "Warning", "BackupFailed")
+	w.await(b, "Pending after an attempt", func(b *api.Backup) bool {
+		return b.Status.State == api.BackupPending && b.Status.Attempts > 0 &&
+			strings.Contains(b.Status.Message, "the key is revoked")
+	})
+	apitest.Await(w.Server, w.target, &api.BackupTargetList{}, "without access", func(t *api.BackupTarget) bool {
+		c := meta.FindStatusCondition(t.Status.Conditions, api.ConditionUnavailable)
+		return c != nil && c.Reason == api.ReasonDenied
+	})
+	w.store.set(nil, nil)
+	w.awaitState(b, api.BackupCompleted)
 	w.awaitReleased()
+	w.check(1)
+	w.compare(b, v, 0)
 }
 
 // TestReplicaIsMissing: a replica without the snapshot delays the backup until the planner names another replica. If

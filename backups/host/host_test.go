@@ -144,16 +144,6 @@ func TestStaleHolds(t *testing.T) {
 	}
 }
 
-// TestFailuresForGood: what another attempt cannot mend ends the backup.
-func TestFailuresForGood(t *testing.T) {
-	for kind, permanent := range map[api.Kind]bool{api.Invalid: true, api.Denied: true, api.Unsupported: true,
-		api.NotFound: true, api.Unavailable: false, api.Busy: false, api.Full: false, api.Other: false, api.Corrupt: false} {
-		if isPermanent(api.Errorf(kind, "x")) != permanent {
-			t.Errorf("%v: permanent is %v", kind, !permanent)
-		}
-	}
-}
-
 // noSettings is an API server without objects.
 type noSettings struct{ client.Client }
 

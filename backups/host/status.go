@@ -7,6 +7,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/tags"
 )
@@ -51,21 +52,12 @@ func (m *maker) setFailed(b api.StoredBackup, w *work) {
 	st.BytesDone, st.BytesTotal = max(done, w.reached), max(total, done, w.reached)
 	st.Message, st.NextTry = api.ClipMessage(w.err.Error()), nil
 	st.EstimatedEnd = nil
-	if isPermanent(w.err) || st.Attempts >= mostAttempts {
+	if targets.IsPermanent(w.err) || st.Attempts >= mostAttempts {
 		st.State, st.BackupCreatedAt = api.BackupError, time.Now().UTC().Format(time.RFC3339)
 		return
 	}
 	st.State = api.BackupPending
 	setNextTry(st, m.pauseAfter(st.Attempts))
-}
-
-// isPermanent reports whether another attempt fails, too.
-func isPermanent(err error) bool {
-	switch api.KindOf(err) {
-	case api.Invalid, api.Denied, api.Unsupported, api.NotFound:
-		return true
-	}
-	return false
 }
 
 // reportEnd logs the end of an attempt, and emits an event at the end of a backup.

@@ -197,7 +197,7 @@ func (r *reconciler) beginAttempt(ctx context.Context, b *api.Backup) (ctrl.Resu
 		release, free = r.places.TryAcquire(struct{}{}, copiesAtOnce)
 	}
 	switch {
-	case err != nil && isPermanent(err):
+	case err != nil && targets.IsPermanent(err):
 		r.setError(st, err)
 		ok, putErr := r.putStatus(ctx, b, old)
 		if ok {
@@ -310,7 +310,7 @@ func (r *reconciler) setFailed(b *api.Backup, w *work, err error) {
 	}
 	st.Attempts++
 	st.BytesDone, st.BytesTotal = max(done, w.reached), max(total, done, w.reached)
-	if isPermanent(err) || st.Attempts >= mostAttempts {
+	if targets.IsPermanent(err) || st.Attempts >= mostAttempts {
 		r.setError(st, err)
 		return
 	}
@@ -321,15 +321,6 @@ func (r *reconciler) setFailed(b *api.Backup, w *work, err error) {
 func (r *reconciler) setError(st *api.BackupStatus, err error) {
 	st.State, st.Message, st.NextTry = api.BackupError, api.ClipMessage(err.Error()), nil
 	st.BackupCreatedAt = r.opts.Now().UTC().Format(time.RFC3339)
-}
-
-// isPermanent reports whether another attempt fails, too.
-func isPermanent(err error) bool {
-	switch api.KindOf(err) {
-	case api.Invalid, api.Denied, api.Unsupported, api.NotFound:
-		return true
-	}
-	return false
 }
 
 // reportEnd logs the end of a work, and emits an event at the end of a copy.

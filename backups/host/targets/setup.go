@@ -45,27 +45,28 @@ func (r *targetReconciler) setup(mgr ctrl.Manager) error {
 	target := handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
 		return watch.Requests(o.(api.StoredBackup).Target())
 	})
-	deletions := builder.WithPredicates(predicate.Funcs{
+	changes := builder.WithPredicates(predicate.Funcs{
 		CreateFunc: func(e event.CreateEvent) bool { return e.Object.GetDeletionTimestamp() != nil },
-		UpdateFunc: func(e event.UpdateEvent) bool { return deletionChanged(e.ObjectOld, e.ObjectNew) },
+		UpdateFunc: func(e event.UpdateEvent) bool { return isNews(e.ObjectOld, e.ObjectNew) },
 		DeleteFunc: func(e event.DeleteEvent) bool { return true }, // an image's backup may wait for it
 	})
 	everyNode := false
 	return ctrl.NewControllerManagedBy(mgr).Named("backup-targets").For(&api.BackupTarget{}).
-		Watches(&api.Backup{}, target, deletions).
-		Watches(&api.BackupBackingImage{}, target, deletions).
+		Watches(&api.Backup{}, target, changes).
+		Watches(&api.BackupBackingImage{}, target, changes).
 		Watches(&api.Node{}, handler.EnqueueRequestsFromMapFunc(r.allTargets), watch.Updates(returned)).
 		WatchesRawSource(source.Channel(r.jobs.wake, &handler.EnqueueRequestForObject{})).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode, NewQueue: backlog.New}).
 		Complete(r)
 }
 
-// deletionChanged reports whether a backup became one to delete from the store.
-func deletionChanged(old, now client.Object) bool {
+// isNews reports whether a backup became one to delete from the store, or one whose attempts fail.
+func isNews(old, now client.Object) bool {
 	_, before := old.GetAnnotations()[api.AnnotationForceDelete]
 	_, forced := now.GetAnnotations()[api.AnnotationForceDelete]
 	return !old.GetDeletionTimestamp().Equal(now.GetDeletionTimestamp()) || before != forced ||
-		old.(api.StoredBackup).Ended() != now.(api.StoredBackup).Ended()
+		old.(api.StoredBackup).Ended() != now.(api.StoredBackup).Ended() ||
+		isFailing(old.(api.StoredBackup)) != isFailing(now.(api.StoredBackup))
 }
 
 // returned reports whether a silent node is alive again, or a node is deleted. Silence itself has no event.

@@ -245,7 +245,7 @@ func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, r
 		rec.visit.stop() // the end wakes the reconciler
 	}
 	if !rec.visit.isRunning() {
-		if due := rec.nextVisit(t, r.opts.Retry, now); isDue(due, now) {
+		if due := rec.nextVisit(t, backups, r.opts.Retry, now); isDue(due, now) {
 			r.startVisit(ctx, t, rec, now)
 		} else {
 			next = due

@@ -2,6 +2,7 @@ package targets
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -49,7 +50,8 @@ func (rec *targetRecord) stop() {
 }
 
 // nextVisit is when the next visit begins; zero: never.
-func (rec *targetRecord) nextVisit(t *api.BackupTarget, retry time.Duration, now time.Time) time.Time {
+func (rec *targetRecord) nextVisit(t *api.BackupTarget, backups []api.StoredBackup, retry time.Duration,
+	now time.Time) time.Time {
 	if rec.visited.IsZero() || rec.generation != t.Generation || rec.claimed != nil {
 		return now
 	}
@@ -57,11 +59,14 @@ func (rec *targetRecord) nextVisit(t *api.BackupTarget, retry time.Duration, now
 	if poll := t.Spec.Poll(); poll > 0 {
 		next = earlier(next, rec.visited.Add(max(poll, time.Second)))
 	}
-	if !t.Status.Available {
+	if !t.Status.Available || slices.ContainsFunc(backups, isFailing) { // the store may be why backups fail
 		next = earlier(next, rec.visited.Add(retry))
 	}
 	return next
 }
+
+// isFailing reports whether the last attempt to make a backup failed.
+func isFailing(b api.StoredBackup) bool { return !b.Ended() && b.Common().Attempts > 0 }
 
 // nextSweep is when the next sweep begins; zero: never.
 func (rec *targetRecord) nextSweep(t *api.BackupTarget, delay time.Duration) time.Time {

@@ -33,9 +33,10 @@ func TestResultOfAnotherStoreIsDropped(t *testing.T) {
 }
 
 // TestVisitsAreDue: a visit begins at once for a new target or spec, after the interval, after a shorter pause while
-// the target is unavailable, and when a missing backup may be deleted.
+// the target is unavailable or a backup fails, and when a missing backup may be deleted.
 func TestVisitsAreDue(t *testing.T) {
 	now := time.Unix(1_700_000_000, 0)
+	backups := []api.StoredBackup{&api.Backup{}}
 	for name, c := range map[string]struct {
 		poll   time.Duration
 		down   bool
@@ -54,6 +55,9 @@ func TestVisitsAreDue(t *testing.T) {
 		"negative":    {-time.Hour, false, nil, -1},
 		"tiny":        {time.Nanosecond, false, nil, time.Second},
 		"unavailable": {0, true, nil, 30 * time.Second},
+		"failing backup": {time.Hour, false, func(_ *api.BackupTarget, _ *targetRecord) {
+			backups[0].Common().Attempts = 1
+		}, 30 * time.Second},
 		"missing": {time.Hour, false, func(_ *api.BackupTarget, rec *targetRecord) {
 			rec.missingAt = rec.visited.Add(time.Second)
 		}, time.Second},
@@ -62,6 +66,7 @@ func TestVisitsAreDue(t *testing.T) {
 		b.Status.Available = !c.down
 		visited := now.Add(-time.Minute)
 		rec := &targetRecord{visited: visited}
+		backups[0].Common().Attempts = 0
 		if c.change != nil {
 			c.change(b, rec)
 		}
@@ -69,8 +74,19 @@ func TestVisitsAreDue(t *testing.T) {
 		if c.want < 0 {
 			want = time.Time{}
 		}
-		if got := rec.nextVisit(b, 30*time.Second, now); !got.Equal(want) {
+		if got := rec.nextVisit(b, backups, 30*time.Second, now); !got.Equal(want) {
 			t.Errorf("%s: due %v, want %v", name, got, want)
+		}
+	}
+}
+
+// TestFailuresForGood: what another attempt cannot mend ends the backup.
+func TestFailuresForGood(t *testing.T) {
+	for kind, permanent := range map[api.Kind]bool{
+		api.Invalid: true, api.Unsupported: true, api.NotFound: true, api.Denied: false, api.Unavailable: false, api.Busy: false, api.Full: false, api.Other: false, api.Corrupt: false,
+	} {
+		if IsPermanent(api.Errorf(kind, "x")) != permanent {
+			t.Errorf("%v: permanent is %v", kind, !permanent)
 		}
 	}
 }
