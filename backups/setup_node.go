@@ -8,6 +8,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host"
 	"drover.io/drover/backups/host/heal"
+	"drover.io/drover/backups/host/holders"
 	"drover.io/drover/backups/host/restore"
 	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/block"
@@ -17,13 +18,13 @@ import (
 // finds a disk of the node by its UID.
 func SetupNode(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDisk, error), o host.Options) (
 	open func(ctx context.Context, url string) (block.Backup, error), err error) {
-	healer := &heal.Disks{Live: mgr.GetAPIReader(), Node: node, Disk: disks, Log: o.Log}
+	healer := &heal.Disks{Live: mgr.GetAPIReader(), Node: node, Disk: disks, Holders: &holders.Set{}, Log: o.Log}
 	o.Targets.Heal = healer.Heal
 	repositories, err := targets.Setup(mgr, node, o.ForTargets())
 	if err != nil {
 		return nil, err
 	}
-	if err := host.Setup(mgr, node, disks, repositories, o); err != nil {
+	if err := host.Setup(mgr, node, disks, repositories, healer.Holders, o); err != nil {
 		return nil, err
 	}
 	backups := &restore.Backups{Reader: mgr.GetClient(), Repositories: repositories}

@@ -54,8 +54,6 @@ func (a *attempt) run(ctx context.Context, w *work) error {
 	var layers []string
 	var size int64
 	err = retryBusy(ctx, mergeTimeout, func() (err error) {
-		a.holding.RLock()
-		defer a.holding.RUnlock()
 		layers, size, err = of.hold(ctx, disk)
 		return err
 	})

@@ -7,7 +7,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/block"
 )
 
 // releaseHold releases what a work held. The collector tries again.
@@ -67,7 +66,7 @@ func (c collector) collectHolds(ctx context.Context) error {
 			return err
 		}
 		for holder := range c.staleHolds(d.UID, held, all) {
-			if err := c.releaseStale(disk, holder); err != nil {
+			if err := c.holders.Release(holder, disk.ReleaseSnapshot); err != nil {
 				c.log.Warn("the hold of a backup cannot be released", "disk", d.UID, "holder", holder, "err", err)
 			}
 		}
@@ -75,25 +74,11 @@ func (c collector) collectHolds(ctx context.Context) error {
 	return nil
 }
 
-// releaseStale releases a hold unless a work for its holder began since the look: such a work has the hold, or takes it
-// afterwards. Without the hold, a merge could change the layers below a backup.
-func (c collector) releaseStale(disk block.SnapshotDisk, holder string) error {
-	c.holding.Lock()
-	defer c.holding.Unlock()
-	if c.works.hasHolder(holder) {
-		return nil
-	}
-	return disk.ReleaseSnapshot(holder)
-}
-
-// staleHolds are the holds on a disk that neither an unfinished backup nor a work needs.
+// staleHolds are the holds on a disk that no unfinished backup needs. A work of this process may need them.
 func (c collector) staleHolds(disk api.UID, held map[string]string, backups []api.StoredBackup) map[string]string {
 	for _, b := range backups {
 		if _, of := b.SourceDisk(); isMine(b, c.node) && of == disk {
 			delete(held, string(b.GetUID()))
-		}
-		if w := c.works.get(keyOf(b)); w != nil {
-			delete(held, string(w.object))
 		}
 	}
 	return held

@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/host/holders"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/block"
@@ -113,9 +114,9 @@ func TestAttemptsWithoutProgressEndTheBackup(t *testing.T) {
 	}
 }
 
-// TestStaleHolds: the collector keeps the holds of unfinished Backups of the disk, and of Backups with a work.
+// TestStaleHolds: the collector keeps the holds of unfinished Backups of the disk.
 func TestStaleHolds(t *testing.T) {
-	c := collector{&maker{node: "n", works: newWorkSet()}}
+	c := collector{&maker{node: "n"}}
 	backup := func(name string, change func(*api.Backup)) api.Backup {
 		b := api.Backup{ObjectMeta: apitest.Named(name), Spec: api.BackupSpec{Source: &api.ExportFact{Node: "n", Disk: "d"}}}
 		b.UID = types.UID(name)
@@ -126,7 +127,6 @@ func TestStaleHolds(t *testing.T) {
 	all := []api.Backup{
 		backup("unfinished", func(*api.Backup) {}),
 		backup("completed", complete),
-		backup("being released", complete),
 		backup("other node", func(b *api.Backup) { b.Spec.Source.Node = "m" }),
 		backup("other disk", func(b *api.Backup) { b.Spec.Source.Disk = "e" }),
 		backup("without source", func(b *api.Backup) { b.Spec.Source = nil }),
@@ -137,7 +137,6 @@ func TestStaleHolds(t *testing.T) {
 		held[string(all[i].UID)] = ""
 		stored = append(stored, &all[i])
 	}
-	c.works.byBackup[types.NamespacedName{Name: "being released"}] = &work{object: "being released"}
 	got := slices.Sorted(maps.Keys(c.staleHolds("d", held, stored)))
 	if want := []string{"completed", "deleted", "other disk", "other node", "without source"}; !slices.Equal(got, want) {
 		t.Errorf("stale are %q", got)
@@ -214,29 +213,29 @@ func TestOnlyTheSourceCommits(t *testing.T) {
 	}
 }
 
-// releasedDisk counts the releases of holds.
-type releasedDisk struct {
-	block.SnapshotDisk
-	released []string
-}
-
-func (d *releasedDisk) ReleaseSnapshot(holder string) error {
-	d.released = append(d.released, holder)
-	return nil
-}
-
-// TestCollectorKeepsTheHoldOfANewWork: a work that began after the collector's look at the Backups keeps its hold.
-func TestCollectorKeepsTheHoldOfANewWork(t *testing.T) {
-	c := collector{&maker{works: newWorkSet()}}
-	name := types.NamespacedName{Name: "b"}
-	c.works.byBackup[name] = &work{backup: name, object: "1"}
-	disk := &releasedDisk{}
+// TestCollectorKeepsTheHoldsOfWorks: a work that began after the collector's look at the Backups keeps its hold until the
+// reconciler has released the hold and forgets the work.
+func TestCollectorKeepsTheHoldsOfWorks(t *testing.T) {
+	h := &holders.Set{}
+	works := newWorkSet(h)
+	w := &work{backup: types.NamespacedName{Name: "b"}, object: "1"}
+	must(t, works.startWork(w, func(context.Context, *work) error { return nil }, func() {}))
+	<-w.ended
+	var released []string
+	release := func(holder string) error { released = append(released, holder); return nil }
 	for _, holder := range []string{"1", "2"} {
-		if err := c.releaseStale(disk, holder); err != nil {
-			t.Fatal(err)
-		}
+		must(t, h.Release(holder, release))
 	}
-	if !slices.Equal(disk.released, []string{"2"}) {
-		t.Errorf("released: %q", disk.released)
+	works.forget(w)
+	must(t, h.Release("1", release))
+	if !slices.Equal(released, []string{"2", "1"}) {
+		t.Errorf("released: %q", released)
+	}
+}
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
 	}
 }

@@ -5,7 +5,6 @@ import (
 	"context"
 	"log/slog"
 	"slices"
-	"sync"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -19,6 +18,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/backups/host/holders"
 	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/block"
 	"drover.io/drover/block/pace"
@@ -35,12 +35,10 @@ type maker struct {
 	opts         Options
 	events       recorder.EventRecorder
 	log          *slog.Logger
+	holders      *holders.Set // of works, and of heals
 	works        *workSet
 	pacer        *pace.Pacer
 	places       semaphore.Set[struct{}]
-
-	// holding is held by the collector while it releases a hold, and for reading by a work that takes its hold.
-	holding sync.RWMutex
 }
 
 // isMine reports whether the node makes the Backup.

@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/host/holders"
 	"drover.io/drover/backups/mover"
 )
 
@@ -67,6 +68,7 @@ type workFunc func(ctx context.Context, w *work) error
 // them when the manager stops. The end of a work wakes the reconciler.
 type workSet struct {
 	wake       chan event.GenericEvent
+	holders    *holders.Set
 	ctx        context.Context // of all works
 	cancel     context.CancelFunc
 	goroutines sync.WaitGroup
@@ -76,8 +78,8 @@ type workSet struct {
 	byBackup map[types.NamespacedName]*work
 }
 
-func newWorkSet() *workSet {
-	s := &workSet{wake: make(chan event.GenericEvent, 16), byBackup: map[types.NamespacedName]*work{}}
+func newWorkSet(h *holders.Set) *workSet {
+	s := &workSet{wake: make(chan event.GenericEvent, 16), holders: h, byBackup: map[types.NamespacedName]*work{}}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	return s
 }
@@ -96,11 +98,13 @@ func (s *workSet) Start(ctx context.Context) error {
 // NeedLeaderElection is false: every node runs its own works.
 func (s *workSet) NeedLeaderElection() bool { return false }
 
-// startWork starts a work and calls done at its end.
+// startWork starts a work and calls done at its end. The work's object is a holder until forget.
 func (s *workSet) startWork(w *work, do workFunc, done func()) error {
+	s.holders.Add(string(w.object))
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.stopped {
+		s.holders.Remove(string(w.object))
 		return context.Canceled
 	}
 	ctx, cancel := context.WithCancel(s.ctx)
@@ -141,23 +145,12 @@ func (s *workSet) get(backup types.NamespacedName) *work {
 	return s.byBackup[backup]
 }
 
-// hasHolder reports whether a work, running or ended, is for a Backup with the UID holder.
-func (s *workSet) hasHolder(holder string) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, w := range s.byBackup {
-		if string(w.object) == holder {
-			return true
-		}
-	}
-	return false
-}
-
 // forget forgets an ended work.
 func (s *workSet) forget(w *work) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.byBackup[w.backup] == w {
 		delete(s.byBackup, w.backup)
+		s.holders.Remove(string(w.object))
 	}
 }

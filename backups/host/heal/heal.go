@@ -1,8 +1,8 @@
 // Package heal finds lost chunks of a backup target in the snapshots on the node's disks, and writes the chunks into
 // the repository again.
 //
-// Invariants: heal writes only bytes with the digest of the lost chunk. A hold keeps the layers of an open snapshot,
-// and ends with the heal; after a kill, the collector of holds releases the hold.
+// Invariants: heal writes only bytes with the digest of the lost chunk. A hold keeps the layers of an open snapshot
+// until the heal ends, however long that takes; after a kill, the collector of holds releases the hold.
 //
 // The package starts no goroutines of its own.
 package heal
@@ -19,6 +19,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/host/holders"
 	"drover.io/drover/backups/manifest"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
@@ -34,22 +35,21 @@ type Disks struct {
 	Live client.Reader // without a cache
 	Node string
 	Disk func(api.UID) (block.SnapshotDisk, error)
-	Log  *slog.Logger
+	// Holders has the heals' holds, so that the collector leaves them.
+	Holders *holders.Set
+	Log     *slog.Logger
 }
 
 // Heal writes the chunks again that the snapshots of a repository lost and the disks have, and returns their number.
 func (d *Disks) Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions) (int64, error) {
-	f := &chunkFinder{live: d.Live, node: d.Node, disks: d.Disk, log: d.Log, volumes: map[string][]*heldSnapshot{}}
+	f := &chunkFinder{Disks: d, volumes: map[string][]*heldSnapshot{}}
 	defer f.close()
 	return mover.Heal(ctx, r, snapshots, o, f.find)
 }
 
 // chunkFinder finds chunks of volumes in the snapshots on the node's disks. One goroutine uses it.
 type chunkFinder struct {
-	live    client.Reader
-	node    string
-	disks   func(api.UID) (block.SnapshotDisk, error)
-	log     *slog.Logger
+	*Disks
 	volumes map[string][]*heldSnapshot
 }
 
@@ -99,10 +99,10 @@ func (f *chunkFinder) find(ctx context.Context, d manifest.Description, number i
 func (f *chunkFinder) open(ctx context.Context, volume string) (held []*heldSnapshot, err error) {
 	var replicas api.ReplicaList
 	var snapshots api.SnapshotList
-	if err := f.live.List(ctx, &replicas); err != nil {
+	if err := f.Live.List(ctx, &replicas); err != nil {
 		return nil, api.Explain(err, "list replicas")
 	}
-	if err := f.live.List(ctx, &snapshots); err != nil {
+	if err := f.Live.List(ctx, &snapshots); err != nil {
 		return nil, api.Explain(err, "list snapshots")
 	}
 	of := slices.DeleteFunc(snapshots.Items, func(s api.Snapshot) bool {
@@ -113,10 +113,10 @@ func (f *chunkFinder) open(ctx context.Context, volume string) (held []*heldSnap
 	})
 	for i := range replicas.Items {
 		rep := &replicas.Items[i].Spec
-		if rep.Volume != volume || rep.Node != f.node {
+		if rep.Volume != volume || rep.Node != f.Node {
 			continue
 		}
-		disk, err := f.disks(rep.Disk)
+		disk, err := f.Disk(rep.Disk)
 		if err != nil {
 			continue // the disk's own condition says why
 		}
@@ -126,7 +126,7 @@ func (f *chunkFinder) open(ctx context.Context, volume string) (held []*heldSnap
 				return held, context.Cause(ctx)
 			}
 			if err != nil {
-				f.log.Info("a snapshot is no source for a damaged backup", "volume", volume, "snapshot", of[j].Name, "err", err)
+				f.Log.Info("a snapshot is no source for a damaged backup", "volume", volume, "snapshot", of[j].Name, "err", err)
 				continue
 			}
 			held = append(held, s)
@@ -142,29 +142,36 @@ func (f *chunkFinder) hold(ctx context.Context, disk block.SnapshotDisk, rep *ap
 		return nil, err
 	}
 	holder := string(api.NewUID())
+	f.Holders.Add(holder)
 	layers, size, err := disk.HoldSnapshot(ctx, holder, "verification", string(rep.UID),
 		block.SnapshotCut{UID: string(s.UID), Created: created})
 	if err != nil {
-		return nil, err
+		return nil, errors.Join(err, f.release(disk, holder)) // the disk may have the hold nevertheless
 	}
 	source, err := disk.OpenStack(layers, size)
 	if err != nil {
-		return nil, errors.Join(err, disk.ReleaseSnapshot(holder))
+		return nil, errors.Join(err, f.release(disk, holder))
 	}
 	digests, ok := source.(block.DigestSource)
 	if !ok {
 		return nil, errors.Join(api.Errorf(api.Unsupported, "the disk has no digests"), source.Close(),
-			disk.ReleaseSnapshot(holder))
+			f.release(disk, holder))
 	}
 	return &heldSnapshot{digests, disk, holder}, nil
+}
+
+// release ends a hold. The collector tries again after an error.
+func (f *chunkFinder) release(disk block.SnapshotDisk, holder string) error {
+	defer f.Holders.Remove(holder)
+	return disk.ReleaseSnapshot(holder)
 }
 
 // close releases all snapshots.
 func (f *chunkFinder) close() {
 	for _, held := range f.volumes {
 		for _, s := range held {
-			if err := errors.Join(s.Close(), s.disk.ReleaseSnapshot(s.holder)); err != nil {
-				f.log.Warn("a snapshot that was read for a damaged backup cannot be released", "err", err)
+			if err := errors.Join(s.Close(), f.release(s.disk, s.holder)); err != nil {
+				f.Log.Warn("a snapshot that was read for a damaged backup cannot be released", "err", err)
 			}
 		}
 	}
