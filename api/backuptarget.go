@@ -10,8 +10,8 @@ import (
 const DefaultBackupTarget = "default"
 
 // BackupTarget is a repository of backups in a store. Status: by the node role of the node that looks after the target,
-// which is one of the nodes with a recent heartbeat; two nodes may take turns, so each change of the status is a
-// compare-and-swap. Finalizer: none, because the store outlives the object.
+// which is one of the nodes with a recent heartbeat; two nodes may take turns, and other nodes add the blobs that they
+// healed, so each change of the status is a compare-and-swap. Finalizer: none, because the store outlives the object.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.size() <= 63",message="the name of a backup target has at most 63 characters"
@@ -186,9 +186,13 @@ type VerificationFact struct {
 	Message     string       `json:"message,omitempty"` // why a part failed
 	// EndedAt is the end of the last verification of the whole repository.
 	EndedAt *metav1.Time `json:"endedAt,omitempty"`
-	// DamagedBlobs are needed by backups and damaged in every pack; HealedBlobs were found on disks of the node.
+	// DamagedBlobs are needed by backups and damaged in every pack; HealedBlobs were found on disks of nodes.
 	DamagedBlobs int64 `json:"damagedBlobs,omitempty"`
 	HealedBlobs  int64 `json:"healedBlobs,omitempty"`
+	// DamageFoundAt is the last look for damage, if it found any. Each node then looks for the damaged blobs on its disks.
+	DamageFoundAt *metav1.MicroTime `json:"damageFoundAt,omitempty"`
+	// UncheckedBlobs were healed since: another look for damage follows.
+	UncheckedBlobs int64 `json:"uncheckedBlobs,omitempty"`
 	// BlobNames and ObjectNames are some of the damaged blobs and of the damaged or missing objects of the store.
 	BlobNames   []string `json:"blobNames,omitempty"`
 	ObjectNames []string `json:"objectNames,omitempty"`

@@ -1817,6 +1817,10 @@ func (in *VerificationFact) DeepCopyInto(out *VerificationFact) {
 		in, out := &in.EndedAt, &out.EndedAt
 		*out = (*in).DeepCopy()
 	}
+	if in.DamageFoundAt != nil {
+		in, out := &in.DamageFoundAt, &out.DamageFoundAt
+		*out = (*in).DeepCopy()
+	}
 	if in.BlobNames != nil {
 		in, out := &in.BlobNames, &out.BlobNames
 		*out = make([]string, len(*in))

@@ -6,18 +6,19 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups"
+	"drover.io/drover/block"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// TestVerificationHealsFromDisks: the store damages a chunk of a backup. A verification that a user asks for finds the
-// damage, and writes the chunk again, which a snapshot on the node's disk still has. The backup is whole afterwards,
-// the target has no damage, and the disk holds no snapshot any more.
-func TestVerificationHealsFromDisks(t *testing.T) {
-	w := newWorld(t)
+// healable makes a volume with a backup whose first chunk the store damages. The chunk is on the disk of node-1 alone.
+func (w *world) healable() (*volume, *api.Backup) {
+	w.T.Helper()
 	v := w.newVolume("vol", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk), 4 * chunk: randomBytes(2, 4096)})
 	replica := &api.Replica{ObjectMeta: apitest.Named("vol-r1"), Spec: api.ReplicaSpec{UID: v.replica, Volume: v.name,
 		VolumeUID: v.uid, Node: nodeName, Disk: api.UID(w.disk.UID()), Size: v.size}}
@@ -28,6 +29,12 @@ func TestVerificationHealsFromDisks(t *testing.T) {
 	b := w.newBackup("b1", v, 0)
 	w.awaitState(b, api.BackupCompleted)
 	w.spoilFirstBlob()
+	return v, b
+}
+
+// verify asks for the first verification, and waits for its end.
+func (w *world) verify() *api.VerificationFact {
+	w.T.Helper()
 	apitest.Edit(w.Server, w.target, func(t *api.BackupTarget) {
 		now := metav1.Now()
 		t.Spec.VerifyRequestedAt = &now
@@ -35,17 +42,67 @@ func TestVerificationHealsFromDisks(t *testing.T) {
 	apitest.Await(w.Server, w.target, &api.BackupTargetList{}, "verified", func(t *api.BackupTarget) bool {
 		return t.Status.Verification != nil && t.Status.Verification.EndedAt != nil
 	})
-	if f := w.target.Status.Verification; f.HealedBlobs != 1 || f.DamagedBlobs != 0 || f.DamagedBackups != 0 {
+	return w.target.Status.Verification
+}
+
+// compareRestored demands that a restore of the backup has the content of the snapshot.
+func (w *world) compareRestored(b *api.Backup, v *volume, snapshot int) {
+	w.T.Helper()
+	open, err := w.open(w.Ctx, b.Status.URL)
+	must(w.T, err)
+	sink := &memorySink{got: make([]byte, v.size)}
+	must(w.T, open.Restore(w.Ctx, sink))
+	if !bytes.Equal(sink.got, v.contents[snapshot]) {
+		w.T.Error("the restore has other bytes than the snapshot")
+	}
+	must(w.T, open.Close())
+}
+
+// TestVerificationHealsFromDisks: the store damages a chunk of a backup. A verification that a user asks for finds the
+// damage, and writes the chunk again, which a snapshot on the node's disk still has. The backup is whole afterwards,
+// the target has no damage, and the disk holds no snapshot any more.
+func TestVerificationHealsFromDisks(t *testing.T) {
+	w := newWorld(t)
+	v, b := w.healable()
+	if f := w.verify(); f.HealedBlobs != 1 || f.DamagedBlobs != 0 || f.DamagedBackups != 0 {
 		t.Errorf("verification %+v", f)
 	}
-	open, err := w.open(t.Context(), b.Status.URL)
+	w.compareRestored(b, v, 0)
+	w.awaitReleased()
+}
+
+// TestOtherNodesHeal: the node that looks after the target has no disk with the damaged chunk; another node has, and
+// writes the chunk again. The owner looks again without a request: the backup is whole, and the target has no damage.
+func TestOtherNodesHeal(t *testing.T) {
+	w := newWorld(t)
+	node := &api.Node{ObjectMeta: apitest.Named(nodeName)}
+	apitest.EditStatus(w.Server, node, func(n *api.Node) { n.Status.Heartbeat = metav1.Time{} }) // owns no target
+	owner := &api.Node{ObjectMeta: apitest.Named("node-2")}
+	w.Create(owner)
+	apitest.EditStatus(w.Server, owner, func(n *api.Node) { n.Status.Heartbeat = metav1.NewTime(time.Now().Add(time.Hour)) })
+	w.opts.Targets.RecheckDelay, w.opts.Targets.SweepDelay = time.Millisecond, time.Millisecond
+	mgr := w.Manager(nil)
+	o := w.opts
+	o.Targets.Cache = t.TempDir()
+	_, err := backups.SetupNode(mgr, "node-2", func(uid api.UID) (block.SnapshotDisk, error) {
+		return nil, api.Errorf(api.Unavailable, "disk %s: is not on this node", uid)
+	}, o)
 	must(t, err)
-	sink := &memorySink{got: make([]byte, v.size)}
-	must(t, open.Restore(t.Context(), sink))
-	if !bytes.Equal(sink.got, v.contents[0]) {
-		t.Error("the restore has other bytes than the snapshot")
+	w.Run(mgr)
+	v, b := w.healable()
+	if f := w.verify(); w.target.Status.OwnerID != "node-2" || f.DamagedBlobs > 1 {
+		t.Errorf("node %s verified: %+v", w.target.Status.OwnerID, f)
 	}
-	must(t, open.Close())
+	apitest.Await(w.Server, w.target, &api.BackupTargetList{}, "healed", func(t *api.BackupTarget) bool {
+		f := t.Status.Verification
+		return f.HealedBlobs == 1 && f.UncheckedBlobs == 0 && f.DamagedBlobs == 0 && f.DamageFoundAt == nil
+	})
+	w.await(b, "whole", func(b *api.Backup) bool { return !b.Status.Damaged })
+	w.compareRestored(b, v, 0)
+	apitest.Await(w.Server, w.target, &api.BackupTargetList{}, "swept", func(t *api.BackupTarget) bool {
+		return t.Status.SweepRequested == nil && t.Status.LastSweep != nil
+	})
+	w.check(1) // without the damaged pack
 	w.awaitReleased()
 }
 
@@ -59,21 +116,11 @@ func TestDamagedBackupIsNoBase(t *testing.T) {
 	first := w.newBackup("b1", v, 0)
 	w.awaitState(first, api.BackupCompleted)
 	w.spoilFirstBlob()
-	apitest.Edit(w.Server, w.target, func(t *api.BackupTarget) {
-		now := metav1.Now()
-		t.Spec.VerifyRequestedAt = &now
-	})
+	w.verify()
 	w.await(first, "damaged", func(b *api.Backup) bool { return b.Status.Damaged })
 	second := w.newBackup("b2", v, 1)
 	w.awaitState(second, api.BackupCompleted)
-	open, err := w.open(t.Context(), second.Status.URL)
-	must(t, err)
-	sink := &memorySink{got: make([]byte, v.size)}
-	must(t, open.Restore(t.Context(), sink))
-	if !bytes.Equal(sink.got, v.contents[1]) {
-		t.Error("the restore has other bytes than the snapshot")
-	}
-	must(t, open.Close())
+	w.compareRestored(second, v, 1)
 }
 
 // spoilFirstBlob changes bytes of one chunk in the pack with data. The position is within a chunk of full size even when

@@ -22,8 +22,9 @@ func (a *app) backupVerify() *cobra.Command {
 		Use: "verify [NAME]", Short: "Read all backups of a target and compare every byte",
 		Long: "A node reads the whole repository of the target, compares all bytes with their digests, and looks for all\n" +
 			"chunks that the backups need. With NAME, the outcome is that of one backup. A node does the same by itself, in\n" +
-			"parts, within the verifyInterval of the target. Lost chunks that are on a disk of that node are written again;\n" +
-			"a full backup (--full) does so on other nodes. Damage that is left ends the command with an error.",
+			"parts, within the verifyInterval of the target. Lost chunks that are on a disk of that node are written again.\n" +
+			"Damage that is left ends the command with an error; other nodes then write the chunks again that their disks\n" +
+			"have, and a full backup (--full) does the same with the chunks of the volume.",
 		Example: "  drover backup verify\n  drover backup verify --target offsite\n  drover backup verify db-friday",
 		Args:    checkArgs(cobra.MaximumNArgs(1)), ValidArgsFunction: a.completeNames(backups, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -73,7 +74,7 @@ func damageOf(t *api.BackupTarget) string {
 		return ""
 	}
 	return fmt.Sprintf("target %q is damaged: %s of %s (%s) lost, and the objects %s; blobs: %s; make full backups of the "+
-		"volumes (--full), or delete these backups", t.Name, api.CountText(int(v.DamagedBlobs), "blob"),
+		"volumes (--full) unless other nodes heal the target within minutes, or delete these backups", t.Name, api.CountText(int(v.DamagedBlobs), "blob"),
 		api.CountText(int(v.DamagedBackups), "backup"), strings.Join(v.BackupNames, ", "),
 		strings.Join(v.ObjectNames, ", "), strings.Join(v.BlobNames, ", "))
 }

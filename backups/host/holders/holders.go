@@ -1,8 +1,8 @@
 // Package holders knows which works of this process hold layers on the node's disks, so that the collector releases the
 // holds of killed processes alone.
 //
-// Invariant: a work is in the Set from before its hold until after the release, and no stale hold is released while a
-// work enters the Set. So a work that finds the hold of its predecessor keeps it.
+// Invariant: a work is in the Set from before its hold until after the release, and Release releases no stale hold while
+// a work enters the Set. So a work that finds the hold of a predecessor keeps the hold.
 //
 // The package has no goroutine. Lock order: Set.mu is a leaf, which Release holds over the I/O of a release.
 package holders
@@ -25,7 +25,7 @@ func (s *Set) Add(holder string) {
 	s.works[holder]++
 }
 
-// Remove takes back an Add, after the work released its hold or left the hold to the collector.
+// Remove takes back an Add, after the work released the hold or left the hold to the collector.
 func (s *Set) Remove(holder string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -34,7 +34,7 @@ func (s *Set) Remove(holder string) {
 	}
 }
 
-// Release calls release for the hold of a holder without a work. It does nothing for others.
+// Release calls release for a holder without a work, and does nothing for a holder with a work.
 func (s *Set) Release(holder string, release func(holder string) error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -4,7 +4,8 @@
 //
 // One node looks after a target, its owner (ownerOf). Two nodes may take turns, and for a moment both act. Therefore:
 //
-//   - Each write of a status is a compare-and-swap; after a conflict the reconciler reads again.
+//   - Each write of a status is a compare-and-swap; after a conflict the reconciler reads again. Other nodes add the
+//     blobs that they healed.
 //   - All work in a repository is safe with other sessions, with one exception: only the node whose claim stands in
 //     status.initializing makes a repository, for initTime, and other nodes respect the claim for claimTime.
 //   - A Backup is deleted from the store before its finalizer, and status.sweepRequested is set in between.
@@ -17,9 +18,10 @@
 //
 // Goroutines: the reconcilers are the manager's. A store may hang, so all work with stores runs in goroutines of the
 // jobSet, a Runnable of the manager that waits for all of them: at most one visit, one deletion, one sweep and one step
-// of a verification for each target. A job wakes the reconciler at its end, and the reconciler reads the result.
+// of a verification for each target, and on nodes that are not the owner one heal. A job wakes the reconciler at its
+// end, and the reconciler reads the result.
 //
-// Lock order: targetReconciler.mu, jobSet.mu and Repositories.mu guard maps and counts; no two of them are held
-// together, and none over a request to the API server or a store. A repositoryEntry.turn is held while a caller opens
-// the repository, before Repositories.mu. A targetRecord belongs to the reconcile of its target.
+// Lock order: targetReconciler.mu, healReconciler.mu, jobSet.mu and Repositories.mu guard maps and counts; no two of
+// them are held together, and none over a request to the API server or a store. A repositoryEntry.turn is held while a
+// caller opens the repository, before Repositories.mu. A targetRecord or nodeHeal belongs to the reconcile of its target.
 package targets

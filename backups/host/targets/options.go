@@ -30,6 +30,8 @@ type Options struct {
 	SweepPoll time.Duration
 	// Runs is how many large requests all restores of the node make at once, of repo.RunLength bytes; 6.
 	Runs int
+	// RecheckDelay is how long a look for damage waits for further nodes after a node healed blobs; 1 min.
+	RecheckDelay time.Duration
 	// VerifyRate bounds a verification, in bytes for each second; 64 MiB.
 	VerifyRate int64
 	// MostBackups is how many Backups of a target may exist for a visit to make another one for a found backup; 20,000.
@@ -70,7 +72,7 @@ func (o Options) withDefaults() Options {
 	if o.VerifyRate <= 0 {
 		o.VerifyRate = 64 << 20
 	}
-	for _, d := range []*time.Duration{&o.Retry, &o.Confirm, &o.SweepDelay} {
+	for _, d := range []*time.Duration{&o.Retry, &o.Confirm, &o.SweepDelay, &o.RecheckDelay} {
 		if *d <= 0 {
 			*d = time.Minute
 		}

@@ -20,10 +20,15 @@ import (
 	"drover.io/drover/backups/target/limited"
 )
 
-// Setup adds the reconciler of the BackupTargets to the manager of a node, and returns the node's repositories.
+// Setup adds the reconcilers of the BackupTargets to the manager of a node, and returns the node's repositories.
 func Setup(mgr ctrl.Manager, node string, o Options) (*Repositories, error) {
 	r := newReconciler(mgr, node, o)
-	return r.repositories, r.setup(mgr)
+	if err := r.setup(mgr); err != nil || r.opts.Heal == nil {
+		return r.repositories, err
+	}
+	h := &healReconciler{Client: r.Client, live: r.live, node: node, opts: r.opts, repositories: r.repositories,
+		jobs: newJobSet(), events: r.events, log: r.opts.Log.With("loop", "backup-heals"), heals: map[string]*nodeHeal{}}
+	return r.repositories, h.setup(mgr)
 }
 
 func newReconciler(mgr ctrl.Manager, node string, o Options) *targetReconciler {

@@ -262,7 +262,7 @@ func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, r
 		}
 	}
 	if !rec.verification.isRunning() {
-		if due := rec.nextVerification(t, now); isDue(due, now) {
+		if due := rec.nextVerification(t, r.opts.RecheckDelay, now); isDue(due, now) {
 			target, wish := t.DeepCopy(), nextWish(t)
 			rec.verification = startJob(ctx, r.jobs, t.Name, "verification", func(ctx context.Context) verifyResult {
 				return r.repositories.verify(ctx, target, wish, r.opts)

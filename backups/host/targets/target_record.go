@@ -38,6 +38,7 @@ type targetRecord struct {
 
 	verification *job[verifyResult]
 	verifyAgain  time.Time        // no step begins before
+	healSeen     time.Time        // when UncheckedBlobs of the status became more than 0; zero: 0
 	damaged      map[blob.ID]bool // snapshots of the last check; nil: none in this process
 }
 

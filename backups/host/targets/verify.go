@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/recorder"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
@@ -19,11 +20,12 @@ import (
 
 // Bounds of a verification.
 const (
-	verifyBurst  = 256 << 20 // bytes: more than a pack
-	verifyPacks  = 8 << 20   // bytes of a pack with copies
-	verifyMemory = 32 << 20
-	namesLimit   = 16 // in a status
+	verifyBurst = 256 << 20 // bytes: more than a pack
+	namesLimit  = 16        // in a status
 )
+
+// healWriter bounds the packs with blobs that are written again.
+var healWriter = repo.WriterOptions{PackSize: 8 << 20, Memory: 32 << 20}
 
 // verifyWish is the next step of a verification. A verification reads the packs in 30 parts of the range of names, and
 // each part in steps of bounded size, so that a restart loses little.
@@ -32,6 +34,8 @@ type verifyWish struct {
 	after   blob.ID
 	parts   int32 // complete ones
 	check   bool  // the target is damaged: look whether it still is
+	recheck bool  // nodes healed blobs: only look whether the target still is damaged
+	healed  int64 // UncheckedBlobs when the step begins
 }
 
 // verifyResult is the outcome of a step.
@@ -60,51 +64,75 @@ func partEnd(part int32) (id blob.ID) {
 func (r *Repositories) verify(ctx context.Context, t *api.BackupTarget, wish verifyWish, o Options) verifyResult {
 	result := verifyResult{wish: wish}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) (err error) {
-		writer := repo.WriterOptions{PackSize: verifyPacks, Memory: verifyMemory}
-		result.stats, err = opened.Verify(ctx, repo.VerifyOptions{After: wish.after, Until: partEnd(wish.parts),
-			Rate: rate.NewLimiter(rate.Limit(o.VerifyRate), verifyBurst), Writer: writer})
-		if err != nil {
-			return err
+		if !wish.recheck {
+			result.stats, err = opened.Verify(ctx, repo.VerifyOptions{After: wish.after, Until: partEnd(wish.parts),
+				Rate: rate.NewLimiter(rate.Limit(o.VerifyRate), verifyBurst), Writer: healWriter})
+			if err != nil {
+				return err
+			}
+			complete := result.stats.Done && wish.parts == api.VerificationParts-1
+			if !complete && len(result.stats.Damaged) == 0 && (!wish.check || !result.stats.Done) {
+				return nil
+			}
 		}
-		complete := result.stats.Done && wish.parts == api.VerificationParts-1
-		if !complete && len(result.stats.Damaged) == 0 && (!wish.check || !result.stats.Done) {
-			return nil
-		}
-		result.checked = true
-		if result.damage, err = opened.Check(ctx, writer); err != nil || len(result.damage.Blobs) == 0 || o.Heal == nil {
-			return err
-		}
-		result.healed, err = o.Heal(ctx, opened, result.damage.Snapshots, writer)
-		if err == nil && result.healed > 0 {
-			result.damage, err = opened.Check(ctx, writer)
-		}
-		return err
+		return result.checkAndHeal(ctx, opened, o)
 	})
 	return result
 }
 
+// checkAndHeal looks for damage, and heals what this node's disks have.
+func (s *verifyResult) checkAndHeal(ctx context.Context, r *repo.Repository, o Options) (err error) {
+	s.checked = true
+	if s.damage, err = r.Check(ctx, healWriter); err != nil || len(s.damage.Blobs) == 0 || o.Heal == nil {
+		return err
+	}
+	s.healed, err = o.Heal(ctx, r, s.damage.Snapshots, healWriter)
+	if err == nil && s.healed > 0 {
+		s.damage, err = r.Check(ctx, healWriter)
+	}
+	return err
+}
+
 // nextVerification is when the next step begins; zero: never.
-func (rec *targetRecord) nextVerification(t *api.BackupTarget, now time.Time) time.Time {
+func (rec *targetRecord) nextVerification(t *api.BackupTarget, delay time.Duration, now time.Time) time.Time {
 	if t.ExplainReadOnly() != "" || !t.Status.Available {
 		return time.Time{}
 	}
-	due := now
-	v := t.Status.Verification
-	switch interval := t.Spec.VerifyEvery(); {
-	case isVerifyRequested(t), v != nil && v.Asked:
-	case interval <= 0:
-		return time.Time{}
-	case v != nil && v.Position != "" && v.Position != partEnd(v.Parts-1).String(): // within a part
-	default:
-		due = t.CreationTimestamp.Add(interval / api.VerificationParts)
-		if v != nil && v.PartEndedAt != nil {
-			due = v.PartEndedAt.Add(interval / api.VerificationParts)
-		}
-	}
-	if due.Before(rec.verifyAgain) {
+	due := earlier(nextPart(t, now), rec.nextRecheck(t, delay, now))
+	if !due.IsZero() && due.Before(rec.verifyAgain) {
 		return rec.verifyAgain
 	}
 	return due
+}
+
+// nextPart is when the next step of a verification begins; zero: never.
+func nextPart(t *api.BackupTarget, now time.Time) time.Time {
+	v := t.Status.Verification
+	switch interval := t.Spec.VerifyEvery(); {
+	case isVerifyAsked(t):
+		return now
+	case interval <= 0:
+		return time.Time{}
+	case v != nil && v.Position != "" && v.Position != partEnd(v.Parts-1).String(): // within a part
+		return now
+	case v != nil && v.PartEndedAt != nil:
+		return v.PartEndedAt.Add(interval / api.VerificationParts)
+	default:
+		return t.CreationTimestamp.Add(interval / api.VerificationParts)
+	}
+}
+
+// nextRecheck is when the owner looks whether other nodes healed all damage; zero: never. It waits for further nodes,
+// because each look reads the lists of all backups.
+func (rec *targetRecord) nextRecheck(t *api.BackupTarget, delay time.Duration, now time.Time) time.Time {
+	if v := t.Status.Verification; v == nil || v.UncheckedBlobs == 0 {
+		rec.healSeen = time.Time{}
+		return time.Time{}
+	}
+	if rec.healSeen.IsZero() {
+		rec.healSeen = now
+	}
+	return rec.healSeen.Add(delay)
 }
 
 func isVerifyRequested(t *api.BackupTarget) bool {
@@ -112,13 +140,26 @@ func isVerifyRequested(t *api.BackupTarget) bool {
 	return asked != nil && (v == nil || !asked.Equal(v.Request))
 }
 
-// nextWish is the step that follows the status of a target.
+// isVerifyAsked reports whether a verification of the whole repository is requested or in progress.
+func isVerifyAsked(t *api.BackupTarget) bool {
+	v := t.Status.Verification
+	return isVerifyRequested(t) || v != nil && v.Asked
+}
+
+// nextWish is the step that follows the status of a target. A step that a user waits for goes before a recheck, and the
+// last one looks for damage, too.
 func nextWish(t *api.BackupTarget) (wish verifyWish) {
 	const last = api.VerificationParts - 1
-	if isVerifyRequested(t) {
-		return verifyWish{request: t.Spec.VerifyRequestedAt, parts: last} // without pauses between parts
+	v := t.Status.Verification
+	if v != nil {
+		wish.healed = v.UncheckedBlobs
 	}
-	if v := t.Status.Verification; v != nil {
+	if isVerifyRequested(t) {
+		wish.request, wish.parts = t.Spec.VerifyRequestedAt, last // without pauses between parts
+		return wish
+	}
+	if v != nil {
+		wish.recheck = v.UncheckedBlobs > 0 && !v.Asked
 		if wish.parts = min(max(v.Parts, 0), last); v.Asked {
 			wish.parts = last
 		}
@@ -143,13 +184,28 @@ func (rec *targetRecord) applyVerification(t *api.BackupTarget, backups []api.St
 		return
 	}
 	v.Message, rec.verifyAgain = "", time.Time{}
+	if !s.wish.recheck {
+		s.applyStep(v, at)
+	}
+	v.HealedBlobs += s.healed
+	if s.checked {
+		v.UncheckedBlobs, rec.healSeen = max(0, v.UncheckedBlobs-s.wish.healed), time.Time{}
+		rec.applyDamage(t, backups, now)
+	}
+	if s.stats.Copied > 0 || s.healed > 0 || s.checked && s.wish.healed > 0 { // a damaged pack may be garbage now
+		t.Status.SweepRequested = &at
+	}
+}
+
+// applyStep brings the packs that a step read into the status.
+func (s *verifyResult) applyStep(v *api.VerificationFact, at metav1.Time) {
 	if s.wish.request != nil {
 		v.Request, v.Asked = s.wish.request, true
 	}
 	if s.wish.request != nil || v.StartedAt == nil {
 		v.StartedAt, v.Packs, v.Bytes, v.HealedBlobs = &at, 0, 0, 0
 	}
-	v.Packs, v.Bytes, v.HealedBlobs = v.Packs+int64(s.stats.Packs), v.Bytes+s.stats.Bytes, v.HealedBlobs+s.healed
+	v.Packs, v.Bytes = v.Packs+int64(s.stats.Packs), v.Bytes+s.stats.Bytes
 	v.Position, v.Parts = s.stats.Last.String(), s.wish.parts
 	if s.stats.Done {
 		v.Parts, v.PartEndedAt = s.wish.parts+1, &at
@@ -157,17 +213,15 @@ func (rec *targetRecord) applyVerification(t *api.BackupTarget, backups []api.St
 	if v.Parts == api.VerificationParts {
 		v.EndedAt, v.StartedAt, v.Asked, v.Parts, v.Position = &at, nil, false, 0, ""
 	}
-	if s.checked {
-		rec.applyDamage(t, backups)
-	}
-	if s.stats.Copied > 0 || s.healed > 0 { // a damaged pack may be garbage now
-		t.Status.SweepRequested = &at
-	}
 }
 
 // applyDamage brings the damage of a check into the status.
-func (rec *targetRecord) applyDamage(t *api.BackupTarget, backups []api.StoredBackup) {
+func (rec *targetRecord) applyDamage(t *api.BackupTarget, backups []api.StoredBackup, now time.Time) {
 	d, v := &rec.verification.result.damage, t.Status.Verification
+	if v.DamageFoundAt = nil; len(d.Blobs) > 0 {
+		at := metav1.NewMicroTime(now)
+		v.DamageFoundAt = &at
+	}
 	damaged := map[blob.ID]bool{}
 	for _, id := range d.Snapshots {
 		damaged[id] = true
@@ -187,8 +241,8 @@ func (rec *targetRecord) applyDamage(t *api.BackupTarget, backups []api.StoredBa
 	reason, message := api.ReasonNoDamage, ""
 	if !d.IsZero() {
 		reason = api.ReasonBackupsDamaged
-		message = fmt.Sprintf("the store lost or changed %s that %s need, and %s; make full backups of their volumes while "+
-			"the volumes exist, or delete the damaged backups", api.CountText(len(d.Blobs), "blob"),
+		message = fmt.Sprintf("the store lost or changed %s that %s need, and %s; each node writes again what its disks have; "+
+			"for the rest, make full backups of the volumes while they exist, or delete the damaged backups", api.CountText(len(d.Blobs), "blob"),
 			api.CountText(len(d.Snapshots), "backup"), api.CountText(len(d.Objects), "object"))
 	}
 	api.SetCondition(&t.Status.Conditions, t.Generation, api.ConditionDamaged, !d.IsZero(), reason, message)
@@ -220,9 +274,14 @@ func (r *targetReconciler) reportVerification(t *api.BackupTarget, before *api.B
 		r.events.Eventf(t, nil, corev1.EventTypeWarning, "BackupsDamaged", "Verify", "%s", c.Message)
 	}
 	if s.healed > 0 {
-		r.events.Eventf(t, nil, corev1.EventTypeNormal, "BackupsHealed", "Verify", "%s written again, from disks of node %s",
-			api.CountText(int(s.healed), "blob"), r.node)
+		reportHeal(r.events, t, s.healed, r.node)
 	}
+}
+
+// reportHeal reports blobs that a node wrote again.
+func reportHeal(events recorder.EventRecorder, t *api.BackupTarget, blobs int64, node string) {
+	events.Eventf(t, nil, corev1.EventTypeNormal, "BackupsHealed", "Verify", "%s written again, from disks of node %s",
+		api.CountText(int(blobs), "blob"), node)
 }
 
 // markDamaged writes into the backups whether the last check found them damaged.
