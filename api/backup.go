@@ -147,6 +147,8 @@ type BackupStatus struct {
 	VolumeBackingImageName     string `json:"volumeBackingImageName,omitempty"`
 	VolumeBackingImageDigest   string `json:"volumeBackingImageDigest,omitempty"`
 	VolumeBackingImageChecksum string `json:"volumeBackingImageChecksum,omitempty"`
+	// RecordedVolume is the volume as the backup found it; nil: the volume was deleted, or the record is too large.
+	RecordedVolume *RecordedVolume `json:"recordedVolume,omitempty"`
 }
 
 // StoredBackup is an object that stands for a backup in a store: a Backup or a BackupBackingImage.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -88,7 +89,9 @@ func TestBackupDescribesItsVolume(t *testing.T) {
 	sum := strings.Repeat("ab", 64)
 	apitest.EditStatus(w.Server, image, func(i *api.BackingImage) { i.Status.Checksum = sum })
 	object := apitest.Volume("v", 5*chunk)
-	object.Spec.BackingImage, object.Labels = "golden", map[string]string{"app": "db"}
+	object.Spec.BackingImage, object.Labels = "golden", map[string]string{"app": "db", api.LabelNode: "n"}
+	object.Annotations = map[string]string{api.AnnotationStorageClass: "fast", api.AnnotationClaim: "db/data"}
+	object.Spec.NodeSelector = []string{"rack"}
 	v := w.newVolumeOf(object, map[int64][]byte{0: randomBytes(1, chunk)})
 	w.start(nil)
 	b := w.newBackup("b", v, 0)
@@ -107,6 +110,11 @@ func TestBackupDescribesItsVolume(t *testing.T) {
 	if got.Kind != "volume" || got.Name != "v" || o.Name != "v" || o.Labels["app"] != "db" || o.Spec.Size != v.size ||
 		o.Image.Name != "golden" || o.Image.Checksum != sum || b.Status.VolumeBackingImageName != "golden" {
 		t.Errorf("description %+v, status %+v", got, b.Status)
+	}
+	want := &api.RecordedVolume{StorageClassName: "fast", Claim: "db/data", Labels: map[string]string{"app": "db"},
+		NumberOfReplicas: 1, DataLocality: "disabled", StaleReplicaTimeout: 2880, NodeSelector: []string{"rack"}}
+	if !reflect.DeepEqual(b.Status.RecordedVolume, want) {
+		t.Errorf("the record is %+v", b.Status.RecordedVolume)
 	}
 }
 

@@ -194,6 +194,7 @@ func (s *Server) ensureVolume(ctx context.Context, req *csi.CreateVolumeRequest,
 	if err := s.clearNodeList(ctx, vol, w.prefer); err != nil {
 		return nil, err
 	}
+	s.annotateClaim(ctx, vol, req.GetParameters())
 	if err = s.client.Create(ctx, vol); apierrors.IsAlreadyExists(err) {
 		if vol, err = s.readVolume(ctx, name); err != nil {
 			return nil, err

@@ -63,7 +63,9 @@ func newRESTMapper(*rest.Config, *http.Client) (meta.RESTMapper, error) {
 	for kind := range scheme.KnownTypes(api.GroupVersion) {
 		m.Add(api.GroupVersion.WithKind(kind), meta.RESTScopeRoot)
 	}
-	m.Add(corev1.SchemeGroupVersion.WithKind("Secret"), meta.RESTScopeNamespace)
+	for _, kind := range []string{"Secret", "PersistentVolumeClaim"} {
+		m.Add(corev1.SchemeGroupVersion.WithKind(kind), meta.RESTScopeNamespace)
+	}
 	return m, nil
 }
 

@@ -96,7 +96,7 @@ func (c *volumeSnapshot) describe(ctx context.Context) (out described, err error
 		if err != nil {
 			return out, err
 		}
-		out.facts.Image = v.Spec.BackingImage
+		out.facts.Image, out.facts.Record = v.Spec.BackingImage, api.RecordVolume(&v)
 	}
 	if out.facts.Image != "" {
 		if err := c.describeImage(ctx, &out); err != nil {

@@ -26,6 +26,7 @@ type Volume struct {
 	Size          int64 // bytes
 	Image         string
 	ImageChecksum string // SHA-512 of the image's file
+	StorageClass  string // name
 }
 
 // Backup is the description of a backup of a volume.
@@ -67,6 +68,8 @@ func (s *Store) ReadVolume(ctx context.Context, name string) (v Volume, err erro
 			return d.nested(&v.Image)
 		case "BackingImageChecksum":
 			return d.nested(&v.ImageChecksum)
+		case "StorageClassName":
+			return d.nested(&v.StorageClass)
 		}
 		return d.skip()
 	})

@@ -39,7 +39,7 @@ const (
 )
 
 var tagKeys = []string{droverTag, kindTag, "volume", "uid", "backup", "object", "snapshot", "snapshot-uid", "created",
-	"size", "uploaded", "mode", "image", "image-digest", "image-checksum"}
+	"size", "uploaded", "mode", "image", "image-digest", "image-checksum", "record"}
 
 // Facts are what the tags of a backup say. The backup of an image has no Volume, and nothing of a snapshot.
 type Facts struct {
@@ -52,9 +52,10 @@ type Facts struct {
 	VolumeSize      int64  // or that of the image
 	Uploaded        int64  // bytes that the backup added to the store
 	Mode            string
-	Image           string // that the backup is of, or that is below the volume
-	ImageDigest     string // api.BackingImage.ContentDigest
-	ImageChecksum   string // SHA-512 of the image's source
+	Image           string              // that the backup is of, or that is below the volume
+	ImageDigest     string              // api.BackingImage.ContentDigest
+	ImageChecksum   string              // SHA-512 of the image's source
+	Record          *api.RecordedVolume // nil: not known
 	Labels          map[string]string
 }
 
@@ -75,7 +76,7 @@ func (f Facts) Tags() []string {
 		{"object", string(f.Object)}, {"snapshot", f.Snapshot}, {"snapshot-uid", string(f.SnapshotUID)},
 		{"created", f.SnapshotCreated}, {"size", strconv.FormatInt(f.VolumeSize, 10)},
 		{"uploaded", strconv.FormatInt(f.Uploaded, 10)}, {"mode", f.Mode}, {"image", f.Image},
-		{"image-digest", f.ImageDigest}, {"image-checksum", f.ImageChecksum}} {
+		{"image-digest", f.ImageDigest}, {"image-checksum", f.ImageChecksum}, {"record", f.Record.Encode()}} {
 		if t[1] != "" {
 			tags = append(tags, t[0]+"="+t[1])
 		}
@@ -117,6 +118,9 @@ func Parse(tags []string) (Facts, bool) {
 	f.Snapshot, f.SnapshotUID = values["snapshot"], api.UID(values["snapshot-uid"])
 	f.SnapshotCreated, f.Mode = values["created"], values["mode"]
 	f.ImageDigest, f.ImageChecksum = values["image-digest"], values["image-checksum"]
+	if !f.IsImage() {
+		f.Record = api.ParseRecordedVolume(values["record"])
+	}
 	var sizeOK, uploadedOK bool
 	f.VolumeSize, sizeOK = parseBytes(values["size"])
 	f.Uploaded, uploadedOK = parseBytes(values["uploaded"])
@@ -182,7 +186,7 @@ func (f Facts) Status(targetURL, snapshot string, ended, now time.Time) api.Back
 	return api.BackupStatus{CommonBackupStatus: common, SnapshotName: f.Snapshot, SnapshotUID: f.SnapshotUID,
 		SnapshotCreatedAt: f.SnapshotCreated, BackupMode: f.Mode, VolumeName: f.Volume, VolumeUID: f.VolumeUID,
 		VolumeSize: f.VolumeSize, VolumeBackingImageName: f.Image, VolumeBackingImageDigest: f.ImageDigest,
-		VolumeBackingImageChecksum: f.ImageChecksum}
+		VolumeBackingImageChecksum: f.ImageChecksum, RecordedVolume: f.Record.DeepCopy()}
 }
 
 // ImageStatus is Status of a BackupBackingImage.

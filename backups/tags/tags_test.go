@@ -17,6 +17,10 @@ func TestTagsKeepFacts(t *testing.T) {
 		"all":      func(*Facts) {},
 		"least":    func(f *Facts) { *f = Facts{Backup: "b", Volume: "v", Object: uid(1)} },
 		"no label": func(f *Facts) { f.Labels = nil },
+		"record": func(f *Facts) {
+			f.Record = &api.RecordedVolume{StorageClassName: "<fast>", Claim: "db/data", Labels: map[string]string{"a/b": "c"},
+				NumberOfReplicas: 3, DataLocality: "best-effort", NodeSelector: []string{"ssd", "a,b=c"}}
+		},
 		"labels": func(f *Facts) {
 			f.Labels = map[string]string{"": "dropped", "=": "=", "%3D": "%", "long": strings.Repeat("x", labelValueLimit+1),
 				"drover.io/x": "ü", "bad": "\xff"}
@@ -77,6 +81,27 @@ func TestTagsAreDistrusted(t *testing.T) {
 	}
 }
 
+// TestRecordsAreDistrusted: a record that is no JSON or too large says nothing, and labels that no volume of another
+// cluster may take over are left out.
+func TestRecordsAreDistrusted(t *testing.T) {
+	for name, c := range map[string]struct {
+		text string
+		want *api.RecordedVolume
+	}{
+		"no JSON":     {`{"claim":`, nil},
+		"other types": {`{"labels":"x"}`, nil},
+		"too large":   {`{"claim":"` + strings.Repeat("x", 16<<10) + `"}`, nil},
+		"grows":       {`{"claim":"` + strings.Repeat("<", 8<<10) + `"}`, nil}, // JSON of Go escapes the character
+		"labels": {`{"labels":{"job":"daily","drover.io/volume":"x","bad key":"x","bad":"a b"},"nodeSelector":[],"new":1}`,
+			&api.RecordedVolume{Labels: map[string]string{"job": "daily"}}},
+	} {
+		facts, ok := Parse(append(factsOf("b").Tags(), "record="+c.text))
+		if !ok || !reflect.DeepEqual(facts.Record, c.want) {
+			t.Errorf("%s: %+v, %v", name, facts.Record, ok)
+		}
+	}
+}
+
 // TestLabelsAreBounded: a store cannot fill an object with labels.
 func TestLabelsAreBounded(t *testing.T) {
 	tags := factsOf("b").Tags()
@@ -92,7 +117,8 @@ func TestLabelsAreBounded(t *testing.T) {
 // FuzzParse: accepted tags are facts that Tags writes and Parse reads again.
 func FuzzParse(f *testing.F) {
 	f.Add(strings.Join(factsOf("daily-1").Tags(), "\n"))
-	f.Add("drover\nkind=volume\nvolume=v\nbackup=b\nobject=00000000-0000-4000-8000-000000000000\nlabel:%253D=x\nlabel:=y")
+	f.Add("drover\nkind=volume\nvolume=v\nbackup=b\nobject=00000000-0000-4000-8000-000000000000\nlabel:%253D=x\nlabel:=y\n" +
+		`record={"labels":{"a":"b"},"nodeSelector":[],"numberOfReplicas":2}`)
 	f.Fuzz(func(t *testing.T, text string) {
 		facts, ok := Parse(strings.Split(text, "\n"))
 		if !ok {

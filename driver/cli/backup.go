@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -310,6 +312,10 @@ func describeBackup(w io.Writer, b *api.Backup) {
 	if b.Spec.Source != nil {
 		node = cmp.Or(node, b.Spec.Source.Node)
 	}
+	record := s.RecordedVolume
+	if record == nil {
+		record = &api.RecordedVolume{}
+	}
 	damaged := ""
 	if s.Damaged {
 		damaged = "yes: see `drover target show " + b.Target() + "`"
@@ -318,8 +324,29 @@ func describeBackup(w io.Writer, b *api.Backup) {
 		"State", string(s.State), "Message", s.Message, "Damaged", damaged, "Progress", progress, "Attempts", attempts,
 		"Mode", backupMode(b), "Snapshot", snapshot,
 		"Ended", s.BackupCreatedAt, "Size", someBytes(s.VolumeSize), "Uploaded", uploaded,
-		"Image", s.VolumeBackingImageName, "Labels", joinLabels(labels), "Node", node, "restic snapshot",
-		cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL, "Volume UID", string(s.VolumeUID))
+		"Image", s.VolumeBackingImageName, "Labels", joinLabels(labels),
+		"StorageClass", record.StorageClassName, "Claim", record.Claim, "PersistentVolume", record.PersistentVolumeName,
+		"Volume labels", joinLabels(record.Labels), "Volume parameters", describeParameters(record),
+		"Node", node, "restic snapshot", cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL,
+		"Volume UID", string(s.VolumeUID))
+}
+
+// describeParameters names the parameters that a restore takes over, by their flags if they have any.
+func describeParameters(r *api.RecordedVolume) string {
+	all := map[string]string{"data-locality": r.DataLocality, "auto-balance": r.ReplicaAutoBalance,
+		"node-selector": strings.Join(r.NodeSelector, ","), "disk-selector": strings.Join(r.DiskSelector, ","),
+		"replicaSoftAntiAffinity": r.ReplicaSoftAntiAffinity, "replicaZoneSoftAntiAffinity": r.ReplicaZoneSoftAntiAffinity,
+		"replicaDiskSoftAntiAffinity": r.ReplicaDiskSoftAntiAffinity,
+		"freezeFilesystemForSnapshot": r.FreezeFilesystemForSnapshot, "snapshotDataIntegrity": r.SnapshotDataIntegrity,
+		"unmapMarkSnapChainRemoved": r.UnmapMarkSnapChainRemoved}
+	if r.NumberOfReplicas > 0 {
+		all["replicas"] = strconv.Itoa(int(r.NumberOfReplicas))
+	}
+	if r.StaleReplicaTimeout > 0 {
+		all["staleReplicaTimeout"] = strconv.Itoa(int(r.StaleReplicaTimeout))
+	}
+	maps.DeleteFunc(all, func(_, value string) bool { return value == "" || value == "ignored" })
+	return joinLabels(all)
 }
 
 func (a *app) backupDelete() *cobra.Command {

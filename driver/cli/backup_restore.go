@@ -16,7 +16,9 @@ func (a *app) backupRestore() *cobra.Command {
 	c := &cobra.Command{
 		Use: "restore BACKUP", Short: "Make a volume with the content of a backup",
 		Long: "Makes a volume with the content of a backup, which may be one of another cluster. The volume of the backup\n" +
-			"stays as it is. The new volume needs the backup until `drover volume show` says that the restore is completed.",
+			"stays as it is. The new volume needs the backup until `drover volume show` says that the restore is completed.\n" +
+			"Labels, number of replicas, selectors and the like are those of the volume when the backup was made\n" +
+			"(`drover backup show`); each flag replaces one of them, and --defaults all.",
 		Example: "  drover backup restore db-friday\n  drover backup restore db-friday --name db-again --replicas 2\n" +
 			"  drover backup restore db-friday --name db-large --size 200Gi",
 		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(backups, true),
@@ -39,7 +41,7 @@ func (a *app) backupRestore() *cobra.Command {
 			if err := checkName("volume", v.Name); err != nil {
 				return err
 			}
-			if err := restoreInto(&v.Spec, b, f.size); err != nil {
+			if err := f.restoreFrom(cmd, b); err != nil {
 				return err
 			}
 			return a.makeVolume(ctx, cmd, c, &f, began)
@@ -48,7 +50,14 @@ func (a *app) backupRestore() *cobra.Command {
 	c.Flags().StringVar(&f.volume.Name, "name", "", "name of the volume (default: the backup's)")
 	c.Flags().StringVar(&f.size, "size", "", "size: 10Gi, 500Mi (default: the backup's)")
 	f.addShared(c)
+	f.addRestore(c)
 	return c
+}
+
+// addRestore adds the flag for volumes with the content of a backup.
+func (f *volumeFlags) addRestore(c *cobra.Command) {
+	c.Flags().BoolVar(&f.defaults, "defaults", false,
+		"take over neither labels nor parameters of the volume that the backup is of")
 }
 
 // findBackup finds a backup by name, handle or URL.
@@ -79,12 +88,18 @@ func findBackup(ctx context.Context, c client.Client, text string) (*api.Backup,
 }
 
 // setBackup makes the content of a backup the source of a new volume.
-func setBackup(ctx context.Context, c client.Client, spec *api.VolumeSpec, backup, size string) error {
+func (f *volumeFlags) setBackup(ctx context.Context, cmd *cobra.Command, c client.Client, backup string) error {
 	b, err := findBackup(ctx, c, backup)
 	if err != nil {
 		return err
 	}
-	return restoreInto(spec, b, size)
+	return f.restoreFrom(cmd, b)
+}
+
+// restoreFrom makes the volume one with the content, the labels and the parameters of a backup.
+func (f *volumeFlags) restoreFrom(cmd *cobra.Command, b *api.Backup) error {
+	f.applyShared(cmd, b.Status.RecordedVolume)
+	return restoreInto(&f.volume.Spec, b, f.size)
 }
 
 func restoreInto(spec *api.VolumeSpec, b *api.Backup, size string) (err error) {

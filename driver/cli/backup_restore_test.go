@@ -1,6 +1,7 @@
 package cli_test
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 
@@ -10,13 +11,17 @@ import (
 )
 
 // TestBackupRestore: backup restore and volume create --from-backup make a volume of the backup's URL and size, and
-// refuse before they make a volume. The hidden image of a restore is in no list without --all.
+// refuse before they make a volume. Labels and parameters of the backup's volume come along, unless a flag replaces
+// them. The hidden image of a restore is in no list without --all.
 func TestBackupRestore(t *testing.T) {
 	b, early := newBackup("rest-b", "rest", "offsite"), newBackup("rest-early", "rest", "offsite")
 	place(t, b, early)
 	url := api.BackupURL("file:///offsite", "rest-b", "rest")
 	if err := status(t.Context(), "rest-b", func(b *api.Backup) {
 		b.Status.State, b.Status.URL, b.Status.VolumeSize = api.BackupCompleted, url, 31<<20
+		b.Status.RecordedVolume = &api.RecordedVolume{StorageClassName: "fast", Claim: "db/data",
+			Labels: map[string]string{"team": "db", "tier": "1"}, NumberOfReplicas: 3, DataLocality: "best-effort",
+			SnapshotDataIntegrity: "fast-check", NodeSelector: []string{"rack"}, DiskSelector: []string{"hdd"}}
 	}); err != nil {
 		t.Fatal(err)
 	}
@@ -35,10 +40,17 @@ func TestBackupRestore(t *testing.T) {
 			t.Errorf("%v: code %d, %s%s", c.args, r.code, r.out, r.err)
 		}
 	}
-	for name, args := range map[string][]string{
-		"rest-1": {"backup", "restore", "rest-b", "--name", "rest-1", "--replicas", "2", "--disk-selector", "ssd"},
-		"rest-2": {"volume", "create", "rest-2", "--from-backup", url, "--size", "40Mi"},
-		"rest-3": {"volume", "create", "rest-3", "--from-backup", "bak://rest/rest-b"},
+	for name, c := range map[string]struct {
+		args []string
+		want string // labels and parameters
+	}{
+		"rest-1": {[]string{"backup", "restore", "rest-b", "--name", "rest-1", "--replicas", "2", "--disk-selector", "ssd",
+			"--node-selector", "", "--label", "tier=2", "--label", "new=x"},
+			"map[new:x team:db tier:2] 2 best-effort fast-check [] [ssd]"},
+		"rest-2": {[]string{"volume", "create", "rest-2", "--from-backup", url, "--size", "40Mi"},
+			"map[team:db tier:1] 3 best-effort fast-check [rack] [hdd]"},
+		"rest-3": {[]string{"volume", "create", "rest-3", "--from-backup", "bak://rest/rest-b", "--defaults"},
+			"map[] 1 disabled  [] []"},
 	} {
 		v := newVolume(name)
 		remove(t, v)
@@ -46,7 +58,7 @@ func TestBackupRestore(t *testing.T) {
 			v.Status.State = api.VolumeDetached
 			v.Status.RestoreStatus = &api.RestoreStatus{State: api.CloneInitiated, Backup: "rest-b", Progress: 40}
 		})
-		drover(t, kubeconfig(args...)...).mustSay(t, 0, `from backup "rest-b"`)
+		drover(t, kubeconfig(c.args...)...).mustSay(t, 0, `from backup "rest-b"`)
 		if err := store.Get(t.Context(), client.ObjectKey{Name: name}, v); err != nil {
 			t.Fatal(err)
 		}
@@ -54,9 +66,16 @@ func TestBackupRestore(t *testing.T) {
 		if name == "rest-2" {
 			size = 40 << 20
 		}
-		if s := v.Spec; s.FromBackup != url || s.Size != size || (s.NumberOfReplicas == 2) != (name == "rest-1") {
-			t.Errorf("%s: %+v", name, s)
+		s := v.Spec
+		got := fmt.Sprint(v.Labels, " ", s.NumberOfReplicas, " ", s.DataLocality, " ", s.SnapshotDataIntegrity, " ",
+			s.NodeSelector, " ", s.DiskSelector)
+		if s.FromBackup != url || s.Size != size || got != c.want {
+			t.Errorf("%s: %s, want %s; %+v", name, got, c.want, s)
 		}
+	}
+	r := drover(t, kubeconfig("backup", "show", "rest-b")...)
+	for _, say := range []string{"fast", "db/data", "team=db", "replicas=3", "disk-selector=hdd"} {
+		r.mustSay(t, 0, say)
 	}
 	drover(t, kubeconfig("volume", "show", "rest-1")...).mustSay(t, 0, "backup rest-b (initiated, 40 %)")
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -26,6 +27,8 @@ func (a *app) volumeCommand() *cobra.Command {
 // volumeFlags are the flags of a new volume.
 type volumeFlags struct {
 	size, nodeTags, diskTags string
+	labels                   map[string]string
+	defaults                 bool // take nothing over from the volume of a backup
 	volume                   api.Volume
 }
 
@@ -40,6 +43,32 @@ func (f *volumeFlags) addShared(c *cobra.Command) {
 		"whether replicas move to better places: ignored (as the setting says), disabled, least-effort or best-effort")
 	c.Flags().StringVar(&f.nodeTags, "node-selector", "", "only nodes with these tags: a,b")
 	c.Flags().StringVar(&f.diskTags, "disk-selector", "", "only disks with these tags: a,b")
+	c.Flags().StringToStringVar(&f.labels, "label", nil, "label of the volume: KEY=VALUE; repeatable")
+}
+
+// applyShared brings the flags for every new volume that are no field of the volume into the volume. A volume with the
+// content of a backup takes over what record tells, but for the flags that the user gave; record may be nil.
+func (f *volumeFlags) applyShared(c *cobra.Command, record *api.RecordedVolume) {
+	given, v := f.volume.Spec, &f.volume
+	given.NodeSelector, given.DiskSelector = parseTags(f.nodeTags), parseTags(f.diskTags)
+	inherits := record != nil && !f.defaults
+	if inherits {
+		record.ApplyTo(v)
+	}
+	for flag, set := range map[string]func(){
+		"replicas":      func() { v.Spec.NumberOfReplicas = given.NumberOfReplicas },
+		"data-locality": func() { v.Spec.DataLocality = given.DataLocality },
+		"auto-balance":  func() { v.Spec.ReplicaAutoBalance = given.ReplicaAutoBalance },
+		"node-selector": func() { v.Spec.NodeSelector = given.NodeSelector },
+		"disk-selector": func() { v.Spec.DiskSelector = given.DiskSelector },
+	} {
+		if !inherits || c.Flags().Changed(flag) {
+			set()
+		}
+	}
+	for key, value := range f.labels {
+		metav1.SetMetaDataLabel(&v.ObjectMeta, key, value)
+	}
 }
 
 func (a *app) volumeCreate() *cobra.Command {
@@ -81,7 +110,7 @@ func (a *app) volumeCreate() *cobra.Command {
 			}
 			switch {
 			case backup != "":
-				err = setBackup(ctx, c, &v.Spec, backup, f.size)
+				err = f.setBackup(ctx, cmd, c, backup)
 			case from != "":
 				err = setSource(ctx, c, &v.Spec, from, f.size)
 			default:
@@ -89,6 +118,9 @@ func (a *app) volumeCreate() *cobra.Command {
 			}
 			if err != nil {
 				return err
+			}
+			if backup == "" {
+				f.applyShared(cmd, nil)
 			}
 			return a.makeVolume(ctx, cmd, c, &f, began)
 		},
@@ -101,6 +133,7 @@ func (a *app) volumeCreate() *cobra.Command {
 	c.Flags().StringVar(&v.Spec.BackingImage, "image", "", "backing image whose content the volume begins with")
 	c.Flags().StringVar(&backup, "from-backup", "",
 		"backup whose content the volume begins with, by name, handle or URL")
+	f.addRestore(c)
 	c.Flags().StringVar(&v.Spec.FSType, "fs", "", "filesystem that the first mount makes: ext4, xfs or btrfs")
 	c.Flags().StringVar(&v.Spec.MkfsParams, "mkfs-params", "", "further options for mkfs")
 	f.addShared(c)
@@ -111,7 +144,6 @@ func (a *app) volumeCreate() *cobra.Command {
 func (a *app) makeVolume(ctx context.Context, cmd *cobra.Command, c client.WithWatch, f *volumeFlags,
 	began time.Time) error {
 	v := &f.volume
-	v.Spec.NodeSelector, v.Spec.DiskSelector = parseTags(f.nodeTags), parseTags(f.diskTags)
 	if err := c.Create(ctx, v); err != nil {
 		if apierrors.IsAlreadyExists(err) {
 			return api.Errorf(api.Exists, "volume %q exists already: see `drover volume show %s`", v.Name, v.Name)

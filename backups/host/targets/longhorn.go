@@ -131,6 +131,9 @@ func longhornFacts(b *longhorn.Backup, v *longhorn.Volume) tags.Facts {
 	if isObjectName(v.Image) {
 		f.Image = v.Image
 	}
+	if isObjectName(v.StorageClass) {
+		f.Record = &api.RecordedVolume{StorageClassName: v.StorageClass}
+	}
 	return f
 }
 
