@@ -102,8 +102,8 @@ func ParseRecordedVolume(text string) (r *RecordedVolume) {
 	return r
 }
 
-// portableLabels are the valid labels that have the same meaning in every cluster. Drover's own say to what an object of
-// this cluster belongs.
+// portableLabels are the valid labels that have the same meaning in every cluster. Drover's own say to what an object
+// of this cluster belongs.
 func portableLabels(labels map[string]string) map[string]string {
 	portable := maps.Clone(labels)
 	maps.DeleteFunc(portable, func(key, value string) bool {

@@ -79,7 +79,9 @@ func TestOtherNodesHeal(t *testing.T) {
 	apitest.EditStatus(w.Server, node, func(n *api.Node) { n.Status.Heartbeat = metav1.Time{} }) // owns no target
 	owner := &api.Node{ObjectMeta: apitest.Named("node-2")}
 	w.Create(owner)
-	apitest.EditStatus(w.Server, owner, func(n *api.Node) { n.Status.Heartbeat = metav1.NewTime(time.Now().Add(time.Hour)) })
+	apitest.EditStatus(w.Server, owner, func(n *api.Node) {
+		n.Status.Heartbeat = metav1.NewTime(time.Now().Add(time.Hour)) // outlives the test
+	})
 	w.opts.Targets.RecheckDelay, w.opts.Targets.SweepDelay = time.Millisecond, time.Millisecond
 	mgr := w.Manager(nil)
 	o := w.opts

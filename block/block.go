@@ -240,6 +240,14 @@ type Backup interface {
 	io.Closer
 }
 
+// FileBackup is a Backup of the file that an image was made of, in any format: the disk inside has another size, and is
+// restored by an import of the file.
+type FileBackup interface {
+	Backup
+	// File reads the Size bytes of the file.
+	File() io.ReaderAt
+}
+
 // LayerWriter fills one new layer.
 type LayerWriter interface {
 	Sink

@@ -19,8 +19,8 @@ const (
 	persistentVolumeKey = sidecarPrefix + "pv/name"
 )
 
-// annotateClaim notes on a new volume its names in Kubernetes, as far as the provisioner tells them. They are for people,
-// who look for a backup by them, so a claim that cannot be read fails no volume.
+// annotateClaim notes on a new volume its names in Kubernetes, as far as the provisioner tells them. They are for
+// people, who look for a backup by them, so a claim that cannot be read fails no volume.
 func (s *Server) annotateClaim(ctx context.Context, vol *api.Volume, parameters map[string]string) {
 	name, namespace, pv := parameters[claimNameKey], parameters[claimNamespaceKey], parameters[persistentVolumeKey]
 	if areNames(pv) {

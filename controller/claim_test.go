@@ -12,8 +12,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestVolumeKnowsItsClaim: a volume has the names of its claim, its PersistentVolume and its StorageClass, as far as they
-// are told and can be read. Names that no object has are left out.
+// TestVolumeKnowsItsClaim: a volume has the names of its claim, its PersistentVolume and its StorageClass, as far as
+// they are told and can be read. Names that no object has are left out.
 func TestVolumeKnowsItsClaim(t *testing.T) {
 	class := "fast"
 	s := &Server{client: interceptor.NewClient(store, interceptor.Funcs{Get: func(ctx context.Context, c client.WithWatch,

@@ -119,8 +119,8 @@ var parameters = map[string]parameter{
 	"storageCapacityMode":     {neutral: []string{"node"}},
 }
 
-// sidecarPrefix marks keys of the CSI sidecars (names of claims, secrets): not Drover's. A volume keeps the names of its
-// claim (annotateClaim).
+// sidecarPrefix marks keys of the CSI sidecars (names of claims, secrets): not Drover's. A volume keeps the names of
+// its claim (annotateClaim).
 const sidecarPrefix = "csi.storage.k8s.io/"
 
 // parseParameters takes the parameters over into w, in the order of their names, so that the same mistake gives the

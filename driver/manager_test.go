@@ -6,7 +6,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// TestClientsKnowKindsOfKubernetes: clients make no discovery, so the mapper has all kinds of Kubernetes that Drover reads.
+// TestClientsKnowKindsOfKubernetes: clients make no discovery, so the mapper has all kinds of Kubernetes that Drover
+// reads.
 func TestClientsKnowKindsOfKubernetes(t *testing.T) {
 	m, err := newRESTMapper(nil, nil)
 	if err != nil {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"io"
 	"net"
 	"strings"
 	"sync"
@@ -162,6 +163,53 @@ func TestRestoredImage(t *testing.T) {
 	if err := w.disks[0].RemoveReplica(replica.UID); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// fileBackup is the backup of the file that an image was made of.
+type fileBackup struct {
+	storedBackup
+	checksum string
+}
+
+func (b *fileBackup) File() io.ReaderAt { return bytes.NewReader(b.body) }
+func (b *fileBackup) Checksum() string  { return b.checksum }
+
+func (b *fileBackup) Restore(context.Context, block.Sink) error {
+	return api.Errorf(api.Unsupported, "a file is imported")
+}
+
+// TestRestoredFile: the backup of a file is imported as the file would be: the disk inside is the image's, the checksum
+// is the file's, and no volume reads the image before. A damaged copy is repaired from the backup. A file with another
+// checksum than the backup tells fails, and leaves nothing on the disk.
+func TestRestoredFile(t *testing.T) {
+	w := newWorld(t, 1)
+	w.stop()
+	body := stateBody(7)
+	file := converted(t, body, "qcow2")
+	w.opts.CheckEvery = 100 * time.Millisecond
+	w.opts.OpenBackup = func(ctx context.Context, url string) (block.Backup, error) {
+		b := &fileBackup{storedBackup{body: file}, sum(file)}
+		if url != backupURL {
+			b.checksum = sum(body)
+		}
+		return b, nil
+	}
+	w.start()
+	w.image("wrong", api.SourceRestore, map[string]string{api.RestoreBackupURL: backupURL + "2"}, onDisk0)
+	w.state("wrong", api.ImageFailed)
+	w.delete(&api.BackingImage{}, "wrong")
+	w.gone("wrong")
+	w.clean(0)
+
+	w.image("golden", api.SourceRestore, map[string]string{api.RestoreBackupURL: backupURL}, onDisk0)
+	img := w.isOn("golden", 0)
+	w.holds(0, img, body)
+	if st := img.Status; st.VirtualSize != stateSize || st.Format != "qcow2" || st.Checksum != sum(file) || st.Readable {
+		t.Errorf("the restored image is %+v", st)
+	}
+	w.sees("golden", "was known to be damaged", func() error { w.spoil(0, img, body); return nil },
+		func(i *api.BackingImage) bool { return i.Status.ReadyCopies == 0 })
+	w.holds(0, w.state("golden", api.ImageReady), body)
 }
 
 // chunkedBackup is a storedBackup that knows its digests. Each chunk is damaged while the store says so.

@@ -213,8 +213,8 @@ func TestOnlyTheSourceCommits(t *testing.T) {
 	}
 }
 
-// TestCollectorKeepsTheHoldsOfWorks: a work that began after the collector's look at the Backups keeps its hold until the
-// reconciler has released the hold and forgets the work.
+// TestCollectorKeepsTheHoldsOfWorks: a work that began after the collector's look at the Backups keeps its hold until
+// the reconciler has released the hold and forgets the work.
 func TestCollectorKeepsTheHoldsOfWorks(t *testing.T) {
 	h := &holders.Set{}
 	works := newWorkSet(h)

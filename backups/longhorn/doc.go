@@ -68,6 +68,9 @@ type Name struct{ Volume, Backup string }
 // ID stands for the backup where Drover names a backup by 32 bytes: SHA-256 of volume, '/' and backup. No name has a '/'.
 func (n Name) ID() [sha256.Size]byte { return sha256.Sum256([]byte(n.Volume + "/" + n.Backup)) }
 
+// ImageID is ID for a backing image: SHA-256 of its name, which has no '/'.
+func ImageID(name string) [sha256.Size]byte { return sha256.Sum256([]byte(name)) }
+
 var longhornName = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$`)
 
 // IsLonghorn reports whether Longhorn uses the store.

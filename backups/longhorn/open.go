@@ -100,7 +100,7 @@ func (o *Opened) finish(cache string, size, blockSize int64, err error) error {
 // Size implements block.Backup.
 func (o *Opened) Size() int64 { return o.blocks.size }
 
-// Checksum implements block.Backup: Longhorn's checksum of an image is of the file, which no volume compares.
+// Checksum implements block.Backup: a volume has none. ReadImage has the checksum of an image.
 func (o *Opened) Checksum() string { return "" }
 
 // Restored implements block.Backup.

@@ -117,8 +117,8 @@ func TestLabelsAreBounded(t *testing.T) {
 // FuzzParse: accepted tags are facts that Tags writes and Parse reads again.
 func FuzzParse(f *testing.F) {
 	f.Add(strings.Join(factsOf("daily-1").Tags(), "\n"))
-	f.Add("drover\nkind=volume\nvolume=v\nbackup=b\nobject=00000000-0000-4000-8000-000000000000\nlabel:%253D=x\nlabel:=y\n" +
-		`record={"labels":{"a":"b"},"nodeSelector":[],"numberOfReplicas":2}`)
+	f.Add("drover\nkind=volume\nvolume=v\nbackup=b\nobject=00000000-0000-4000-8000-000000000000\nlabel:%253D=x\n" +
+		"label:=y\n" + `record={"labels":{"a":"b"},"nodeSelector":[],"numberOfReplicas":2}`)
 	f.Fuzz(func(t *testing.T, text string) {
 		facts, ok := Parse(strings.Split(text, "\n"))
 		if !ok {

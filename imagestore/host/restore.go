@@ -1,12 +1,16 @@
 package host
 
 import (
+	"cmp"
 	"context"
+	"errors"
+	"io"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/imagestore/host/restoring"
 	"drover.io/drover/imagestore/importer"
+	"drover.io/drover/imagestore/origin"
 )
 
 // restoreBackup makes a copy from a backup, or with repair repairs the copy below replicas. Volumes read the layer
@@ -35,6 +39,17 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 	root, size, readable, err := l.Open(ctx)
 	if err != nil {
 		return got, err
+	}
+	if checksum, file, err := l.File(ctx); err != nil || file {
+		n.restoring.Remove(on.UID(), string(into.Layers[0])) // volumes read no file
+		if err == nil && serve {
+			err = slot(ctx)
+		}
+		if err != nil {
+			return got, err
+		}
+		spec.Checksum = cmp.Or(spec.Checksum, checksum)
+		return n.importFile(ctx, t, image, on, spec, repair)
 	}
 	if readable && !allow {
 		if spec.Digest != "" && spec.Digest != root {
@@ -74,6 +89,47 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 		}
 		return compareChecksum(ctx, x, img)
 	}, &t.progress)
+}
+
+// importFile makes a copy from the backup of the file that the image was made of, as an import of the file does.
+func (n *copyReconciler) importFile(ctx context.Context, t *transfer, image *api.BackingImageSpec, on block.Layers,
+	spec importer.Spec, repair bool) (importer.Result, error) {
+	t.setState(api.ImageInProgress, "")
+	open := func(ctx context.Context) (*origin.Stream, error) {
+		b, err := n.opts.OpenBackup(ctx, image.SourceParameters[api.RestoreBackupURL])
+		if err != nil {
+			return nil, err
+		}
+		f, is := b.(block.FileBackup)
+		if !is {
+			return nil, errors.Join(api.Errorf(api.Corrupt, "image %s: the backup is no file any more", spec.Name), b.Close())
+		}
+		return fileStream(f), nil
+	}
+	if !repair {
+		return importer.Import(ctx, on, spec, &t.progress, open)
+	}
+	spare := importer.RepairSpec(spec)
+	return importer.RepairFromOrigin(ctx, on, spec, spare, &t.progress,
+		func(ctx context.Context) (importer.Result, error) {
+			return importer.Import(ctx, on, spare, &t.progress, open)
+		})
+}
+
+// fileStream is the file of a backup as the origin of an import, which closes the backup.
+func fileStream(b block.FileBackup) *origin.Stream {
+	file := b.File()
+	return &origin.Stream{
+		ReadCloser: struct {
+			io.Reader
+			io.Closer
+		}{io.NewSectionReader(file, 0, b.Size()), b},
+		Size: b.Size(), Name: "the file in the backup",
+		Ahead: func(p []byte, off int64) error {
+			_, err := io.ReadFull(io.NewSectionReader(file, off, int64(len(p))), p)
+			return err
+		},
+	}
 }
 
 // restoringLayer is the layer that a restore makes, or will make.

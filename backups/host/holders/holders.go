@@ -1,8 +1,8 @@
 // Package holders knows which works of this process hold layers on the node's disks, so that the collector releases the
 // holds of killed processes alone.
 //
-// Invariant: a work is in the Set from before its hold until after the release, and Release releases no stale hold while
-// a work enters the Set. So a work that finds the hold of a predecessor keeps the hold.
+// Invariant: a work is in the Set from before its hold until after the release, and Release releases no stale hold
+// while a work enters the Set. So a work that finds the hold of a predecessor keeps the hold.
 //
 // The package has no goroutine. Lock order: Set.mu is a leaf, which Release holds over the I/O of a release.
 package holders

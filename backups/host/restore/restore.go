@@ -67,8 +67,8 @@ func (b *Backups) Open(ctx context.Context, url string) (_ block.Backup, err err
 	if err != nil {
 		return nil, err
 	}
-	if of, is := object.(*api.Backup); is && format == api.FormatLonghorn {
-		return b.Repositories.OpenLonghorn(ctx, of.Target(), of.Spec.Volume, id)
+	if format == api.FormatLonghorn {
+		return b.openLonghorn(ctx, object, id)
 	}
 	o := &backup{name: object.GetName()}
 	if image, is := object.(*api.BackupBackingImage); is {
@@ -81,6 +81,14 @@ func (b *Backups) Open(ctx context.Context, url string) (_ block.Backup, err err
 		return nil, errors.Join(err, o.Close())
 	}
 	return o, nil
+}
+
+// openLonghorn opens a backup of a volume, or a backing image, in a store of Longhorn.
+func (b *Backups) openLonghorn(ctx context.Context, object api.StoredBackup, id blob.ID) (block.Backup, error) {
+	if image, is := object.(*api.BackupBackingImage); is {
+		return b.Repositories.OpenLonghornImage(ctx, image.Target(), image.Spec.BackingImageName, id)
+	}
+	return b.Repositories.OpenLonghorn(ctx, object.Target(), object.(*api.Backup).Spec.Volume, id)
 }
 
 // find finds the object of a backup.

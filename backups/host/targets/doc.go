@@ -23,5 +23,6 @@
 //
 // Lock order: targetReconciler.mu, healReconciler.mu, jobSet.mu and Repositories.mu guard maps and counts; no two of
 // them are held together, and none over a request to the API server or a store. A repositoryEntry.turn is held while a
-// caller opens the repository, before Repositories.mu. A targetRecord or nodeHeal belongs to the reconcile of its target.
+// caller opens the repository, before Repositories.mu. A targetRecord or nodeHeal belongs to the reconcile of its
+// target.
 package targets

@@ -22,9 +22,9 @@ import (
 )
 
 // healReconciler heals targets that other nodes look after. The owner of a target heals from its own disks, and writes
-// the damage that is left into the status. Then each other node heals once, as far as its disks have the blobs, and adds
-// the number to the status, so that the owner looks again. Nodes need no turns: a blob that two nodes write is one blob
-// for all readers, and a sweep deletes the second.
+// the damage that is left into the status. Then each other node heals once, as far as its disks have the blobs, and
+// adds the number to the status, so that the owner looks again. Nodes need no turns: a blob that two nodes write is one
+// blob for all readers, and a sweep deletes the second.
 type healReconciler struct {
 	client.Client
 	live         client.Reader // without a cache

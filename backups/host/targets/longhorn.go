@@ -3,6 +3,7 @@ package targets
 import (
 	"context"
 	"errors"
+	"io"
 	"log/slog"
 	"sync"
 	"time"
@@ -44,6 +45,7 @@ type longhornSnapshots struct {
 	target string
 	log    *slog.Logger
 	names  map[blob.ID]longhorn.Name
+	images map[blob.ID]string // names
 
 	mu      sync.Mutex
 	volumes map[string]func() (longhorn.Volume, error) // by name
@@ -55,11 +57,20 @@ func (l *longhornSnapshots) ListSnapshots(ctx context.Context) ([]repo.SnapshotF
 	if err != nil {
 		return nil, err
 	}
-	l.names = make(map[blob.ID]longhorn.Name, len(names))
-	files := make([]repo.SnapshotFile, len(names))
-	for i, n := range names {
-		files[i].ID = n.ID()
+	images, err := l.store.ListImages(ctx)
+	if err != nil {
+		return nil, err
+	}
+	l.names, l.images = make(map[blob.ID]longhorn.Name, len(names)), make(map[blob.ID]string, len(images))
+	files := make([]repo.SnapshotFile, 0, len(names)+len(images))
+	for _, n := range names {
+		files = append(files, repo.SnapshotFile{ID: n.ID()})
 		l.names[n.ID()] = n
+	}
+	for _, name := range images {
+		id := blob.ID(longhorn.ImageID(name))
+		files = append(files, repo.SnapshotFile{ID: id})
+		l.images[id] = name
 	}
 	return files, nil
 }
@@ -83,6 +94,9 @@ func (l *longhornSnapshots) LoadSnapshots(ctx context.Context, files []repo.Snap
 
 // loadSnapshot reads a backup as a snapshot. A backup that no Backup can stand for has no tags.
 func (l *longhornSnapshots) loadSnapshot(ctx context.Context, f repo.SnapshotFile) (repo.Snapshot, error) {
+	if name, is := l.images[f.ID]; is {
+		return l.loadImage(ctx, f.ID, name)
+	}
 	s, n := repo.Snapshot{ID: f.ID}, l.names[f.ID]
 	b, err := l.store.ReadBackup(ctx, n)
 	var volume longhorn.Volume
@@ -103,6 +117,29 @@ func (l *longhornSnapshots) loadSnapshot(ctx context.Context, f repo.SnapshotFil
 	return s, nil
 }
 
+// loadImage is loadSnapshot for a backing image.
+func (l *longhornSnapshots) loadImage(ctx context.Context, id blob.ID, name string) (repo.Snapshot, error) {
+	s := repo.Snapshot{ID: id}
+	img, err := l.store.ReadImage(ctx, name)
+	if err != nil {
+		return s, err
+	}
+	s.Time, s.Tags = img.Completed, longhornImageFacts(&img).Tags()
+	if _, ok := tags.Parse(s.Tags); !ok {
+		l.log.Warn("an image of Longhorn's store is skipped: no object can have its name, or its checksum is missing",
+			"target", l.target, "image", name)
+	}
+	return s, nil
+}
+
+// longhornImageFacts are the facts of a backing image of Longhorn. The digest in a repository names the disk inside the
+// image; here it names the file, by a part of the checksum.
+func longhornImageFacts(img *longhorn.Image) tags.Facts {
+	id := blob.ID(longhorn.ImageID(img.Name))
+	return tags.Facts{Backup: img.Name, Image: img.Name, Object: objectOf(id), VolumeSize: img.Size, Labels: img.Labels,
+		ImageDigest: img.Checksum[:min(len(img.Checksum), 2*len(id))], ImageChecksum: img.Checksum}
+}
+
 // readVolume reads the description of a volume once in a visit.
 func (l *longhornSnapshots) readVolume(ctx context.Context, name string) (longhorn.Volume, error) {
 	l.mu.Lock()
@@ -117,7 +154,7 @@ func (l *longhornSnapshots) readVolume(ctx context.Context, name string) (longho
 
 // longhornFacts are the facts of a backup of Longhorn.
 func longhornFacts(b *longhorn.Backup, v *longhorn.Volume) tags.Facts {
-	f := tags.Facts{Backup: b.Backup, Volume: b.Volume, Object: longhornObject(b.Name), VolumeSize: v.Size,
+	f := tags.Facts{Backup: b.Backup, Volume: b.Volume, Object: objectOf(b.ID()), VolumeSize: v.Size,
 		Uploaded: b.Uploaded, Mode: api.BackupFull, Labels: b.Labels}
 	if b.Incremental {
 		f.Mode = api.BackupIncremental
@@ -141,10 +178,10 @@ func isObjectName(name string) bool {
 	return len(name) <= tags.NameLimit && len(validation.IsDNS1123Subdomain(name)) == 0
 }
 
-// longhornObject is a UID in place of that of a Backup, which tags demand: no Backup has the UID.
-func longhornObject(n longhorn.Name) api.UID {
-	id := blob.ID(n.ID()).String()
-	return api.UID(id[:8] + "-" + id[8:12] + "-" + id[12:16] + "-" + id[16:20] + "-" + id[20:32])
+// objectOf is a UID in place of that of an object, which tags demand: no object has the UID.
+func objectOf(id blob.ID) api.UID {
+	text := id.String()
+	return api.UID(text[:8] + "-" + text[8:12] + "-" + text[12:16] + "-" + text[16:20] + "-" + text[20:32])
 }
 
 // keepLonghorn forgets Backups of a store of Longhorn that a user deleted: the store keeps the backups.
@@ -183,7 +220,45 @@ func (b *LonghornBackup) Close() error {
 
 // OpenLonghorn opens the backup with an ID in a store of Longhorn. The context ends the use of the backup, too. Errors
 // have the kinds of Open, and those of package longhorn; NotFound: the store has no such backup.
-func (r *Repositories) OpenLonghorn(ctx context.Context, name, volume string, id blob.ID) (*LonghornBackup, error) {
+func (r *Repositories) OpenLonghorn(ctx context.Context, name, volume string, id blob.ID) (
+	o *LonghornBackup, err error) {
+	release, err := r.withLonghorn(ctx, name, func(store *longhorn.Store) (err error) {
+		o, err = openLonghorn(ctx, store, volume, id)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	o.close = release
+	return o, nil
+}
+
+// OpenLonghornImage is OpenLonghorn for the backing image of a name, whose ID is id.
+func (r *Repositories) OpenLonghornImage(ctx context.Context, name, image string, id blob.ID) (
+	block.FileBackup, error) {
+	if longhorn.ImageID(image) != id {
+		return nil, api.Errorf(api.NotFound, "the store of Longhorn has no image %s with the ID %.8s", image, id)
+	}
+	o := &longhornImage{}
+	release, err := r.withLonghorn(ctx, name, func(store *longhorn.Store) error {
+		img, err := store.ReadImage(ctx, image)
+		if err == nil {
+			o.checksum = img.Checksum
+			o.Opened, err = store.OpenImage(ctx, image)
+		}
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	o.close = release
+	return o, nil
+}
+
+// withLonghorn calls open with the store of Longhorn behind a target, and returns what releases the store after the
+// use.
+func (r *Repositories) withLonghorn(ctx context.Context, name string, open func(*longhorn.Store) error) (
+	release func(), err error) {
 	t := &api.BackupTarget{}
 	if err := r.live.Get(ctx, client.ObjectKey{Name: name}, t); err != nil {
 		return nil, api.Explain(err, "backup target %s", name)
@@ -196,13 +271,31 @@ func (r *Repositories) OpenLonghorn(ctx context.Context, name, volume string, id
 	if err != nil {
 		return nil, openError(t, err)
 	}
-	o, err := openLonghorn(ctx, longhorn.New(c.store, c.options.Cache), volume, id)
-	if err != nil {
+	if err := open(longhorn.New(c.store, c.options.Cache)); err != nil {
 		r.closeConnection(c)
 		return nil, openError(t, err)
 	}
-	o.close = sync.OnceFunc(func() { r.closeConnection(c) })
-	return o, nil
+	return sync.OnceFunc(func() { r.closeConnection(c) }), nil
+}
+
+// longhornImage is the file of a backing image.
+type longhornImage struct {
+	*longhorn.Opened
+	checksum string
+	close    func()
+}
+
+// Checksum implements block.Backup.
+func (i *longhornImage) Checksum() string { return i.checksum }
+
+// File implements block.FileBackup.
+func (i *longhornImage) File() io.ReaderAt { return i.Opened }
+
+// Close implements block.Backup.
+func (i *longhornImage) Close() error {
+	err := i.Opened.Close()
+	i.close()
+	return err
 }
 
 func openLonghorn(ctx context.Context, store *longhorn.Store, volume string, id blob.ID) (*LonghornBackup, error) {

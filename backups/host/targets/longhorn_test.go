@@ -1,7 +1,12 @@
 package targets
 
 import (
+	"bytes"
 	"context"
+	"crypto/sha512"
+	"errors"
+	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -102,6 +107,52 @@ func TestLonghornStoreIsShownAndNotChanged(t *testing.T) {
 	w.awaitReason("old", api.ReasonLostRepository, "no backups of Longhorn any more")
 	if w.backups()["backup-2"] == nil {
 		t.Error("the Backup of a lost store is deleted")
+	}
+}
+
+// TestLonghornImagesAreShown: the backing images of Longhorn appear as BackupBackingImages beside the backups of
+// volumes, and not those in progress, or with names that no image can have. The file of an image is read, and nothing
+// is written.
+func TestLonghornImagesAreShown(t *testing.T) {
+	w := newWorld(t, "node-1")
+	w.forbidWrites()
+	dir := t.TempDir()
+	addLonghorn(t, dir, "backup-1")
+	content := bytes.Repeat([]byte("an image of any format "), 200_000)
+	store := openFolder(t, dir)
+	longhorntest.AddImage(t, store, longhorntest.Image{Name: "golden", Content: content, Method: "lz4"})
+	longhorntest.AddImage(t, store, longhorntest.Image{Name: "late", Content: content, Method: "lz4", InProgress: true})
+	longhorntest.AddImage(t, store, longhorntest.Image{Name: "Not_a_name", Content: content, Method: "lz4"})
+	w.addTarget("old", "file://"+dir, "")
+	if st := w.awaitReason("old", api.ReasonAvailable, "").Status; st.Backups != 2 {
+		t.Errorf("status %+v", st)
+	}
+	var list api.BackupBackingImageList
+	must(t, w.Client.List(w.Ctx, &list))
+	if len(list.Items) != 1 {
+		t.Fatalf("BackupBackingImages %+v", list.Items)
+	}
+	b, sum := &list.Items[0], fmt.Sprintf("%x", sha512.Sum512(content))
+	if s := b.Status; b.Name != "golden" || b.Spec.BackingImageName != "golden" || s.State != api.BackupCompleted ||
+		s.Checksum != sum || s.Size != int64(len(content)) || s.BackupCreatedAt != "2026-01-02T03:05:00Z" ||
+		s.URL != api.ImageBackupURL("file://"+dir, "golden", "golden") {
+		t.Errorf("%+v\n%+v", b.Spec, s)
+	}
+	id, err := blob.Parse(b.Status.SnapshotID)
+	must(t, err)
+	o, err := w.nodes["node-1"].OpenLonghornImage(t.Context(), "old", "golden", id)
+	must(t, err)
+	got := make([]byte, o.Size())
+	if _, err := o.File().ReadAt(got, 0); err != nil && !errors.Is(err, io.EOF) || !bytes.Equal(got, content) ||
+		o.Checksum() != sum {
+		t.Errorf("the file of the image: %d bytes, checksum %s, %v", len(got), o.Checksum(), err)
+	}
+	must(t, o.Close())
+	if _, err := w.nodes["node-1"].OpenLonghornImage(t.Context(), "old", "late", id); !api.Is(err, api.NotFound) {
+		t.Errorf("an image with the ID of another: %v", err)
+	}
+	if opens, closes := w.hooks.counts(); opens != closes {
+		t.Errorf("%d stores opened, %d closed", opens, closes)
 	}
 }
 

@@ -241,8 +241,8 @@ func (rec *targetRecord) applyDamage(t *api.BackupTarget, backups []api.StoredBa
 	reason, message := api.ReasonNoDamage, ""
 	if !d.IsZero() {
 		reason = api.ReasonBackupsDamaged
-		message = fmt.Sprintf("the store lost or changed %s that %s need, and %s; each node writes again what its disks have; "+
-			"for the rest, make full backups of the volumes while they exist, or delete the damaged backups",
+		message = fmt.Sprintf("the store lost or changed %s that %s need, and %s; each node writes again what its disks "+
+			"have; for the rest, make full backups of the volumes while they exist, or delete the damaged backups",
 			api.CountText(len(d.Blobs), "blob"),
 			api.CountText(len(d.Snapshots), "backup"), api.CountText(len(d.Objects), "object"))
 	}

@@ -92,6 +92,17 @@ func (l *Layer) Open(ctx context.Context) (root string, size int64, readable boo
 	return l.plan.root, o.Size(), true, nil
 }
 
+// File reports whether the backup is a block.FileBackup, and the SHA-512 of the file.
+func (l *Layer) File(ctx context.Context) (checksum string, is bool, err error) {
+	o, err := l.use(ctx)
+	if err != nil {
+		return "", false, err
+	}
+	defer l.release(o, nil)
+	_, is = o.Backup.(block.FileBackup)
+	return o.Checksum(), is, nil
+}
+
 // use returns the open backup, which the caller gives back by release.
 func (l *Layer) use(ctx context.Context) (*openBackup, error) {
 	for {
