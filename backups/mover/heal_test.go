@@ -6,8 +6,11 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"drover.io/drover/backups/manifest"
 	"drover.io/drover/backups/repo"
@@ -106,6 +109,47 @@ func TestHealWritesLostChunksAndFragmentsAgain(t *testing.T) {
 		t.Errorf("restic check: %.2000s", output)
 	}
 	w.compare(first.Snapshot, old)
+}
+
+// TestTwoNodesHealTheSameChunk: two nodes find the same lost chunk, and both write it. The backup is whole, and restic
+// finds no error after a sweep.
+func TestTwoNodesHealTheSameChunk(t *testing.T) {
+	suite.System(t)
+	w := newWorld(t)
+	v := newDisk(manifest.SegmentSize)
+	v.fill(1, 0, 1)
+	made := w.backup(v, options("v"))
+	w.damagePack(blob.Sum(v.chunks[0]))
+	damage := w.verify()
+	var found sync.WaitGroup // both nodes: each loaded the index before the other wrote
+	found.Add(2)
+	find := func(_ context.Context, _ manifest.Description, number int64, _ blob.ID, b []byte) (bool, error) {
+		found.Done()
+		found.Wait()
+		_, err := v.ReadAt(b, number*chunkSize)
+		return true, err
+	}
+	var nodes errgroup.Group
+	for range 2 {
+		nodes.Go(func() error {
+			healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, find)
+			if healed != 1 {
+				t.Errorf("a node healed %d blobs", healed)
+			}
+			return err
+		})
+	}
+	must(t, nodes.Wait())
+	if d := w.verify(); !d.IsZero() {
+		t.Errorf("after two heals: %+v", d)
+	}
+	w.compare(made.Snapshot, v)
+	_, err := w.r.Sweep(t.Context(), repo.SweepOptions{Poll: time.Millisecond})
+	must(t, err)
+	if output := w.restic("check", "--read-data"); !strings.Contains(output, "no errors were found") {
+		t.Errorf("restic check: %.2000s", output)
+	}
+	w.compare(made.Snapshot, v)
 }
 
 // TestBaseThatLostBlobsIsNoBase: the store lost a chunk of the newest backup, which another cluster's verification found. The
