@@ -52,7 +52,7 @@ func (a *app) exportObject(ctx context.Context, cmd *cobra.Command, c client.Cli
 		return usagef("--compress is for --format qcow2")
 	}
 	began := time.Now()
-	what := fmt.Sprintf("%s %q", strings.TrimPrefix(kind, "backing"), name)
+	what := fmt.Sprintf("%s %q", nounOf(kind), name)
 	bar := newProgress(cmd.ErrOrStderr(), what)
 	defer bar.clearLine()
 	var size int64
@@ -77,39 +77,32 @@ func (a *app) exportObject(ctx context.Context, cmd *cobra.Command, c client.Cli
 	return err
 }
 
+// nounOf is the word of commands for a kind.
+func nounOf(kind string) string { return strings.TrimPrefix(kind, "backing") }
+
 func (a *app) imageExport() *cobra.Command {
 	var o ExportOptions
-	c := &cobra.Command{
-		Use: "export NAME FILE", Short: "Write a backing image into a file, raw or qcow2",
-		Long: "Writes the content of the image into a file. The command reads the image on a disk of this machine: run " +
-			"the command on a node with a copy.",
-		Example: "  drover image export debian debian.raw\n" +
-			"  drover image export debian debian.qcow2 --format qcow2 --compress",
-		Args: checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(images, true),
-		RunE: func(cmd *cobra.Command, left []string) error {
-			ctx, done := a.withTimeout(cmd)
-			defer done()
-			c, err := a.newClient()
-			if err != nil {
-				return err
-			}
-			var img api.BackingImage
-			if err := getObject(ctx, c, "image", left[0], &img); err != nil {
-				return err
-			}
-			o.Image, o.File = left[0], left[1]
-			return a.exportObject(ctx, cmd, c, "backingimage", left[0], o)
-		},
-	}
-	exportFlags(c, &o)
+	c := a.newExport(&o, "backingimage", &api.BackingImage{}, &o.Image)
+	c.Short, c.ValidArgsFunction = "Write a backing image into a file, raw or qcow2", a.completeNames(images, true)
+	c.Long = "Writes the content of the image into a file. The command reads the image on a disk of this machine: run " +
+		"the command on a node with a copy."
+	c.Example = "  drover image export debian debian.raw\n" +
+		"  drover image export debian debian.qcow2 --format qcow2 --compress"
 	return c
 }
 
 func (a *app) snapshotExport() *cobra.Command {
 	var o ExportOptions
-	c := &cobra.Command{
-		Use: "export NAME FILE", Short: "Write the content of a snapshot into a file, raw or qcow2",
-		Args: checkArgs(cobra.ExactArgs(2)), ValidArgsFunction: a.completeNames(snapshots, true),
+	c := a.newExport(&o, "snapshot", &api.Snapshot{}, &o.Snapshot)
+	c.Short = "Write the content of a snapshot into a file, raw or qcow2"
+	c.ValidArgsFunction = a.completeNames(snapshots, true)
+	return c
+}
+
+// newExport is the export of an object whose layers exist. The kind is a key of kinds. The command reads the object, and
+// stores its name in source.
+func (a *app) newExport(o *ExportOptions, kind string, object client.Object, source *string) *cobra.Command {
+	c := &cobra.Command{Use: "export NAME FILE", Args: checkArgs(cobra.ExactArgs(2)),
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
 			defer done()
@@ -117,15 +110,14 @@ func (a *app) snapshotExport() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			var s api.Snapshot
-			if err := getObject(ctx, c, "snapshot", left[0], &s); err != nil {
+			if err := getObject(ctx, c, nounOf(kind), left[0], object); err != nil {
 				return err
 			}
-			o.Snapshot, o.File = left[0], left[1]
-			return a.exportObject(ctx, cmd, c, "snapshot", left[0], o)
+			*source, o.File = left[0], left[1]
+			return a.exportObject(ctx, cmd, c, kind, left[0], *o)
 		},
 	}
-	exportFlags(c, &o)
+	exportFlags(c, o)
 	return c
 }
 
