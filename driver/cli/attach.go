@@ -14,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/filesystem"
 )
 
 // getAttachment returns the workload's attachment of a volume, or nil.
@@ -184,7 +185,7 @@ func detachVolume(ctx context.Context, c client.WithWatch, volume string, force 
 	} else if here, err := isHere(ctx, c, att.Spec.Node); err != nil {
 		return true, err
 	} else if here {
-		dirs, err := mountsOf(att.Status.Device)
+		dirs, err := filesystem.DirsOf(att.Status.Device)
 		if err != nil {
 			return true, err
 		}

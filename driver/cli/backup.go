@@ -19,6 +19,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/progress"
 )
 
 func (a *app) backupCommand() *cobra.Command {
@@ -62,9 +63,9 @@ func (a *app) backupCreate() *cobra.Command {
 			}
 			result := fmt.Sprintf("backup %q created: follow it with `drover backup show %s`", b.Name, b.Name)
 			if f.wait {
-				p := newProgress(cmd.ErrOrStderr(), "backup "+b.Name)
+				p := progress.New(cmd.ErrOrStderr(), "backup "+b.Name)
 				b, err = awaitBackup(ctx, c, b, p)
-				p.clearLine()
+				p.Clear()
 				if err != nil {
 					return err
 				}
@@ -170,7 +171,7 @@ func explainBackupEnd(err error, b api.StoredBackup, continues bool) error {
 }
 
 // awaitBackup follows a backup until it is completed or has an error. Each reason for waiting is a remark.
-func awaitBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b T, p *progress) (T, error) {
+func awaitBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b T, p *progress.Bar) (T, error) {
 	name, uid, why := b.GetName(), b.GetUID(), ""
 	gone := api.Errorf(api.NotFound, "backup %q was deleted meanwhile", name)
 	last := b
@@ -186,12 +187,11 @@ func awaitBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b 
 			case api.BackupError:
 				return true, api.Errorf(api.Other, "backup %q failed: %s", name, st.Message)
 			case api.BackupInProgress:
-				p.showProgress("in-progress", st.BytesDone, st.BytesTotal)
+				p.Show("in-progress", st.BytesDone, st.BytesTotal)
 			default:
-				p.showProgress("pending", 0, 0)
+				p.Show("pending", 0, 0)
 				if st.Message != why && st.Message != "" {
-					p.clearLine()
-					fmt.Fprintf(p.w, "backup %q waits: %s\n", name, printers.EscapeTerminal(st.Message))
+					p.Remark("backup %q waits: %s\n", name, printers.EscapeTerminal(st.Message))
 				}
 				why = st.Message
 			}
@@ -284,12 +284,12 @@ func (a *app) backupShow() *cobra.Command {
 
 func describeBackup(w io.Writer, b *api.Backup) {
 	s := b.Status
-	progress := fmt.Sprintf("%d %%", s.Progress)
+	done := fmt.Sprintf("%d %%", s.Progress)
 	if s.BytesTotal > 0 && !b.Ended() {
-		progress += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
+		done += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
 	}
 	if s.EstimatedEnd != nil {
-		progress += ", ends at about " + s.EstimatedEnd.UTC().Format(time.RFC3339)
+		done += ", ends at about " + s.EstimatedEnd.UTC().Format(time.RFC3339)
 	}
 	snapshot := cmp.Or(s.SnapshotName, b.Spec.SnapshotName)
 	if s.SnapshotCreatedAt != "" {
@@ -321,7 +321,7 @@ func describeBackup(w io.Writer, b *api.Backup) {
 		damaged = "yes: see `drover target show " + b.Target() + "`"
 	}
 	printFields(w, "Name", b.Name, "Volume", b.Spec.Volume, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
-		"State", string(s.State), "Message", s.Message, "Damaged", damaged, "Progress", progress, "Attempts", attempts,
+		"State", string(s.State), "Message", s.Message, "Damaged", damaged, "Progress", done, "Attempts", attempts,
 		"Mode", backupMode(b), "Snapshot", snapshot,
 		"Ended", s.BackupCreatedAt, "Size", someBytes(s.VolumeSize), "Uploaded", uploaded,
 		"Image", s.VolumeBackingImageName, "Labels", joinLabels(labels),

@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/progress"
 )
 
 // copyFlags are the flags of a copy.
@@ -46,9 +47,9 @@ func (a *app) backupCopy() *cobra.Command {
 			}
 			result := fmt.Sprintf("backup %q created: follow it with `drover backup show %s`", b.Name, b.Name)
 			if f.wait {
-				p := newProgress(cmd.ErrOrStderr(), "backup "+b.Name)
+				p := progress.New(cmd.ErrOrStderr(), "backup "+b.Name)
 				b, err = awaitBackup(ctx, c, b, p)
-				p.clearLine()
+				p.Clear()
 				if err != nil {
 					return err
 				}

@@ -16,6 +16,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/progress"
 )
 
 func (a *app) imageBackup() *cobra.Command {
@@ -48,9 +49,9 @@ func (a *app) imageBackup() *cobra.Command {
 			}
 			result := fmt.Sprintf("backup %q created: follow it with `drover backup images %s`", b.Name, b.Name)
 			if wait {
-				p := newProgress(cmd.ErrOrStderr(), "backup "+b.Name)
+				p := progress.New(cmd.ErrOrStderr(), "backup "+b.Name)
 				b, err = awaitBackup(ctx, c, b, p)
-				p.clearLine()
+				p.Clear()
 				if err != nil {
 					return err
 				}
@@ -130,13 +131,13 @@ func (a *app) backupImages() *cobra.Command {
 
 func describeImageBackup(w io.Writer, b *api.BackupBackingImage) {
 	s := &b.Status
-	progress := fmt.Sprintf("%d %%", s.Progress)
+	done := fmt.Sprintf("%d %%", s.Progress)
 	if s.BytesTotal > 0 && !b.Ended() {
-		progress += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
+		done += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
 	}
 	node, _ := b.SourceDisk()
 	printFields(w, "Name", b.Name, "Image", b.Spec.BackingImageName, "Target", b.Target(), "State", string(s.State),
-		"Message", s.Message, "Progress", progress, "Ended", s.BackupCreatedAt, "Size", someBytes(s.Size),
+		"Message", s.Message, "Progress", done, "Ended", s.BackupCreatedAt, "Size", someBytes(s.Size),
 		"Uploaded", someBytes(s.NewlyUploadDataSize), "SHA-512", s.Checksum, "Content", b.ContentDigest(),
 		"Labels", joinLabels(b.Spec.Labels), "Node", cmp.Or(s.OwnerID, node), "restic snapshot",
 		cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL)

@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/progress"
 )
 
 func (a *app) backupVerify() *cobra.Command {
@@ -120,7 +121,7 @@ func verifyTarget(ctx context.Context, c client.WithWatch, name string, remarks 
 	if err != nil {
 		return nil, explain(ctx, err)
 	}
-	p := newProgress(remarks, "target "+name)
+	p := progress.New(remarks, "target "+name)
 	remark, why := remarkOn(remarks), ""
 	t, err := awaitObject(ctx, c, name, gone, func(t *api.BackupTarget) (bool, error) {
 		v := t.Status.Verification
@@ -132,9 +133,9 @@ func verifyTarget(ctx context.Context, c client.WithWatch, name string, remarks 
 			return false, nil
 		}
 		why = v.Message
-		p.showProgress("verifies", v.Bytes, 0)
+		p.Show("verifies", v.Bytes, 0)
 		return !v.Asked, nil
 	})
-	p.clearLine()
+	p.Clear()
 	return t, explainTimeout(err, "target %q is not verified yet%s", name, colon(why))
 }

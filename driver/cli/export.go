@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/progress"
 )
 
 // ExportOptions select a source, a file and a format.
@@ -53,17 +54,17 @@ func (a *app) exportObject(ctx context.Context, cmd *cobra.Command, c client.Cli
 	}
 	began := time.Now()
 	what := fmt.Sprintf("%s %q", nounOf(kind), name)
-	bar := newProgress(cmd.ErrOrStderr(), what)
-	defer bar.clearLine()
+	bar := progress.New(cmd.ErrOrStderr(), what)
+	defer bar.Clear()
 	var size int64
 	o.Progress = func(done, total int64) {
 		size = total
-		bar.showProgress("writing", done, total)
+		bar.Show("writing", done, total)
 	}
 	if err := a.exporter(ctx, c, o); err != nil {
 		return explain(ctx, err)
 	}
-	bar.clearLine()
+	bar.Clear()
 	switch a.output {
 	case "json", "yaml":
 		return a.encodeValue(cmd.OutOrStdout(), exported{outcome{Kind: kinds[kind], Name: name, Result: "exported"}, o.File,

@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/progress"
 )
 
 // where is the knowledge of an image's copies.
@@ -256,7 +257,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 	if err != nil {
 		return err
 	}
-	p := newProgress(cmd.ErrOrStderr(), "image "+img.Name)
+	p := progress.New(cmd.ErrOrStderr(), "image "+img.Name)
 	known := map[string]client.Object{}
 	for _, f := range w.copies {
 		known[f.Name] = &f
@@ -293,7 +294,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 				verdicts[f.Spec.Disk] = "not verified: " + string(st.State) + colon(st.Message)
 			}
 		}
-		p.showProgress(fmt.Sprintf("verifying, %d of %d copies", len(verdicts), len(img.Status.Copies)), 0, 0)
+		p.Show(fmt.Sprintf("verifying, %d of %d copies", len(verdicts), len(img.Status.Copies)), 0, 0)
 		return !pending(), nil
 	}
 	if !pending() { // report earlier verdicts
@@ -304,7 +305,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 		err = followAll(ctx, c, &api.ImageCopyList{}, known, look,
 			client.MatchingLabels{api.LabelImage: api.LabelValue(img.Name)})
 	}
-	p.clearLine()
+	p.Clear()
 	if err != nil {
 		return explainTimeout(err, "the verification of image %q continues, see `drover image show %s`", img.Name, img.Name)
 	}

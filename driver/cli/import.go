@@ -21,6 +21,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/progress"
 	"drover.io/drover/driver/cli/upload"
 )
 
@@ -299,9 +300,9 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 		a.printOutcome(cmd, "backingimage", img.Name, "is being made: follow it with `drover image show "+img.Name+"`")
 		return nil
 	}
-	p := newProgress(cmd.ErrOrStderr(), "image "+img.Name)
+	p := progress.New(cmd.ErrOrStderr(), "image "+img.Name)
 	img, err = awaitImage(ctx, c, img, p, body)
-	p.clearLine()
+	p.Clear()
 	switch {
 	case err == nil:
 	case !errors.Is(err, context.Canceled):
@@ -376,7 +377,7 @@ func ensureImage(ctx context.Context, c client.WithWatch, want *api.BackingImage
 
 // awaitImage follows image and copies until the image is readable, ready or failed. awaitImage sends a body to the copy
 // that asks for the body.
-func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, p *progress, body *upload.File) (
+func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, p *progress.Bar, body *upload.File) (
 	*api.BackingImage, error) {
 	name := img.Name
 	errReady := errors.New("ready") // ends the group: the other watchers and the sender stop
@@ -397,7 +398,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 					return true, api.Errorf(api.Other, "image %q failed: %s", name, i.Status.Message)
 				}
 				if len(i.Status.Copies) == 0 { // otherwise the copies report below
-					p.showProgress("pending", 0, 0)
+					p.Show("pending", 0, 0)
 				}
 				return false, nil
 			})
@@ -410,12 +411,12 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 		see := func(o client.Object) (bool, error) {
 			switch st := o.(*api.ImageCopy).Status; {
 			case body == nil && st.State != "":
-				p.showProgress(string(st.State), st.BytesDone, st.BytesTotal)
+				p.Show(string(st.State), st.BytesDone, st.BytesTotal)
 			case body != nil && st.UploadURL != "" && st.UploadURL != to:
 				stop()
 				sctx, cancel := context.WithCancel(gctx)
 				to, stop = st.UploadURL, cancel
-				s, err := upload.New(name, st.UploadURL, st.UploadCA, body, p.showProgress)
+				s, err := upload.New(name, st.UploadURL, st.UploadCA, body, p.Show)
 				if err != nil {
 					return true, err
 				}
@@ -454,7 +455,7 @@ const (
 
 // throughRestarts retries do while the API server is unreachable, because reconcilers continue without the API server
 // and after its restart.
-func throughRestarts(ctx context.Context, p *progress, do func() error) error {
+func throughRestarts(ctx context.Context, p *progress.Bar, do func() error) error {
 	for since := time.Now(); ; {
 		began := time.Now()
 		err := do()
@@ -467,7 +468,7 @@ func throughRestarts(ctx context.Context, p *progress, do func() error) error {
 		if time.Since(since) > restartTime {
 			return err
 		}
-		p.showProgress("waiting for the API server", 0, 0)
+		p.Show("waiting for the API server", 0, 0)
 		t := time.NewTimer(restartPause)
 		select {
 		case <-t.C:

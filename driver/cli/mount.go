@@ -6,19 +6,16 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
-	"github.com/moby/sys/mountinfo"
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/filesystem"
 )
 
 func (a *app) volumeMount() *cobra.Command {
@@ -69,7 +66,7 @@ func (m *mounting) mountVolume(ctx context.Context) (err error) {
 	if os.Geteuid() != 0 {
 		return api.Errorf(api.Denied, "mounting needs root: run this with sudo")
 	}
-	if err := checkTarget(m.dir); err != nil {
+	if err := filesystem.CheckDir(m.dir); err != nil {
 		return err
 	}
 	if m.node, err = thisNode(ctx, m.c); err != nil {
@@ -96,37 +93,15 @@ func (m *mounting) mountVolume(ctx context.Context) (err error) {
 		return err
 	}
 	if m.fs != "xfs" && m.fs != "btrfs" && !ro { // xfs and btrfs grow while mounted
-		if err := growUnmounted(ctx, m.fs, m.att.Status.Device); err != nil {
+		if err := filesystem.GrowUnmounted(ctx, m.fs, m.att.Status.Device); err != nil {
 			return err
 		}
 	}
-	if err := m.mountDevice(ctx); err != nil {
+	if err := filesystem.Mount(ctx, m.fs, m.att.Status.Device, m.dir, m.options); err != nil {
 		return err
 	}
 	if !ro {
-		return growFS(ctx, m.fs, m.att.Status.Device, m.dir)
-	}
-	return nil
-}
-
-// checkTarget refuses a folder with content, because a mount would hide the content.
-func checkTarget(dir string) error {
-	entries, err := os.ReadDir(dir)
-	switch {
-	case errors.Is(err, os.ErrNotExist):
-		return nil
-	case err != nil:
-		return api.Errorf(api.Invalid, "cannot mount at %s: %w", dir, err)
-	}
-	on, err := mountsWhere(func(e mountEntry) bool { return e.dir == dir })
-	if err != nil {
-		return err
-	}
-	if len(on) > 0 {
-		return api.Errorf(api.InUse, "a file system is mounted at %s already", dir)
-	}
-	if len(entries) > 0 {
-		return api.Errorf(api.InUse, "%s is not empty: choose an empty or a new folder", dir)
+		return filesystem.Grow(ctx, m.fs, m.att.Status.Device, m.dir)
 	}
 	return nil
 }
@@ -140,7 +115,7 @@ func (m *mounting) ensureFilesystem(ctx context.Context, stood bool) (err error)
 		return err
 	}
 	begun, had := v.Annotations[api.AnnotationMkfs], v.Annotations[api.AnnotationFS]
-	if m.fs, err = detectFilesystem(ctx, m.att.Status.Device); err != nil {
+	if m.fs, err = filesystem.Detect(ctx, m.att.Status.Device); err != nil {
 		return err
 	}
 	switch {
@@ -175,7 +150,7 @@ func (m *mounting) ensureFilesystem(ctx context.Context, stood bool) (err error)
 	if err := m.recordFilesystem(ctx, m.fs, ""); err != nil {
 		return err
 	}
-	if err := makeFilesystem(ctx, m.fs, v.Spec.MkfsParams, m.att.Status.Device); err != nil {
+	if err := filesystem.Make(ctx, m.fs, v.Spec.MkfsParams, m.att.Status.Device); err != nil {
 		return err
 	}
 	return m.recordFilesystem(ctx, "", m.fs)
@@ -200,58 +175,6 @@ func (m *mounting) recordFilesystem(ctx context.Context, making, made string) er
 	return explain(ctx, m.c.Patch(context.WithoutCancel(ctx), &v, client.MergeFrom(base)))
 }
 
-func (m *mounting) mountDevice(ctx context.Context) error {
-	opts := m.options
-	if m.fs == "xfs" { // volumes from the same image carry the same filesystem UUID
-		opts = strings.Trim(opts+",nouuid", ",")
-	}
-	argv := []string{"-t", m.fs}
-	if opts != "" {
-		argv = append(argv, "-o", opts)
-	}
-	_, err := runTool(ctx, "mount", append(argv, m.att.Status.Device, m.dir)...)
-	return err
-}
-
-// makeFilesystem makes a filesystem like the CSI node service.
-func makeFilesystem(ctx context.Context, fs, params, device string) error {
-	argv := api.MkfsCommand(fs)
-	if argv == nil {
-		return api.Errorf(api.Unsupported, "no filesystem %q: a volume can have ext4, xfs or btrfs", fs)
-	}
-	_, err := runTool(ctx, argv[0], append(append(argv[1:], strings.Fields(params)...), device)...)
-	return err
-}
-
-// detectFilesystem names the filesystem on a device, or returns "" for unknown content.
-func detectFilesystem(ctx context.Context, device string) (string, error) {
-	out, err := exec.CommandContext(ctx, "blkid", "-p", "-u", "filesystem", "-s", "TYPE", "-o", "value", device).Output()
-	var exit *exec.ExitError
-	if errors.As(err, &exit) && exit.ExitCode() == 2 {
-		return "", nil
-	}
-	if err != nil {
-		return "", api.Errorf(api.Other, "content of %s is unknown: blkid: %w", device, err)
-	}
-	return strings.TrimSpace(string(out)), nil
-}
-
-// runTool runs a tool. The error carries the tool's last words.
-func runTool(ctx context.Context, name string, argv ...string) (string, error) {
-	out, err := exec.CommandContext(ctx, name, argv...).CombinedOutput()
-	if err == nil {
-		return string(out), nil
-	}
-	if errors.Is(err, exec.ErrNotFound) {
-		return "", api.Errorf(api.Unavailable, "%s is not installed: `drover preflight` says which package has it", name)
-	}
-	if ctx.Err() != nil {
-		return "", context.Cause(ctx)
-	}
-	said := strings.Join(strings.Fields(string(out)), " ")
-	return "", api.Errorf(api.Other, "%s %s: %w: %s", name, strings.Join(argv, " "), err, said)
-}
-
 // growMounted grows the filesystem of a volume that is mounted here, and describes the growth for the report.
 func growMounted(ctx context.Context, c client.WithWatch, v *api.Volume) (string, error) {
 	att, err := getAttachment(ctx, c, v.Name)
@@ -270,79 +193,16 @@ func growMounted(ctx context.Context, c client.WithWatch, v *api.Volume) (string
 	if err != nil {
 		return "", explainTimeout(err, "the device of volume %q has not grown yet", v.Name)
 	}
-	on, err := mountsWhere(onDevice(att.Status.Device))
+	on, err := filesystem.MountsWhere(filesystem.OnDevice(att.Status.Device))
 	if len(on) == 0 || err != nil {
 		return ", its device too", err
 	}
-	if err := growFS(ctx, on[0].fs, att.Status.Device, on[0].dir); err != nil {
+	if err := filesystem.Grow(ctx, on[0].FS, att.Status.Device, on[0].Dir); err != nil {
 		return "", fmt.Errorf("volume %q and its device are %s now, but the filesystem "+
 			"at %s did not grow: %w; it grows when it "+
-			"is mounted next", v.Name, api.SizeText(v.Status.Size), on[0].dir, err)
+			"is mounted next", v.Name, api.SizeText(v.Status.Size), on[0].Dir, err)
 	}
-	return ", the " + on[0].fs + " filesystem at " + on[0].dir + " too", nil
-}
-
-// growFS grows a mounted filesystem to the size of its device, if necessary.
-func growFS(ctx context.Context, fs, device, dir string) error {
-	var err error
-	switch fs {
-	case "xfs":
-		_, err = runTool(ctx, "xfs_growfs", "-d", dir)
-	case "btrfs":
-		_, err = runTool(ctx, "btrfs", "filesystem", "resize", "max", dir)
-	case "ext4", "ext3", "ext2":
-		var smaller bool
-		if smaller, err = extSmaller(ctx, device); smaller {
-			_, err = runTool(ctx, "resize2fs", device)
-		}
-	}
-	return err
-}
-
-// growUnmounted grows a filesystem that can grow while unmounted.
-func growUnmounted(ctx context.Context, fs, device string) error {
-	if !strings.HasPrefix(fs, "ext") {
-		return nil
-	}
-	smaller, err := extSmaller(ctx, device)
-	if !smaller || err != nil {
-		return err
-	}
-	// resize2fs requires a check first. Exit code 1 means a successful repair.
-	if _, err := runTool(ctx, "e2fsck", "-f", "-p", device); err != nil {
-		var exit *exec.ExitError
-		if !errors.As(err, &exit) || exit.ExitCode() > 1 {
-			return err
-		}
-	}
-	_, err = runTool(ctx, "resize2fs", device)
-	return err
-}
-
-// extSmaller reports whether an ext filesystem is smaller than its device.
-func extSmaller(ctx context.Context, device string) (bool, error) {
-	out, err := runTool(ctx, "dumpe2fs", "-h", device)
-	if err != nil {
-		return false, err
-	}
-	var count, size int64
-	for line := range strings.Lines(out) {
-		if v, ok := strings.CutPrefix(line, "Block count:"); ok {
-			count, err = strconv.ParseInt(strings.TrimSpace(v), 10, 64)
-		} else if v, ok := strings.CutPrefix(line, "Block size:"); ok {
-			size, err = strconv.ParseInt(strings.TrimSpace(v), 10, 64)
-		}
-		if err != nil {
-			return false, fmt.Errorf("dumpe2fs of %s: %w", device, err)
-		}
-	}
-	f, err := os.Open(device)
-	if err != nil {
-		return false, err
-	}
-	defer f.Close()
-	have, err := f.Seek(0, io.SeekEnd)
-	return count*size < have, err
+	return ", the " + on[0].FS + " filesystem at " + on[0].Dir + " too", nil
 }
 
 func (a *app) volumeUmount() *cobra.Command {
@@ -379,7 +239,7 @@ func unmountVolume(ctx context.Context, c client.WithWatch, volume string, keep 
 	if err != nil {
 		return err
 	}
-	devices := lostDevices(v.Status.UID)
+	devices := filesystem.LostDevices(v.Status.UID)
 	if att != nil {
 		here, err := isHere(ctx, c, att.Spec.Node)
 		if err != nil {
@@ -390,71 +250,16 @@ func unmountVolume(ctx context.Context, c client.WithWatch, volume string, keep 
 		}
 		devices = append(devices, att.Status.Device)
 	}
-	var dirs []string
-	on, err := mountsWhere(func(e mountEntry) bool { return e.device != "" && slices.Contains(devices, e.device) })
-	for _, e := range on {
-		dirs = append(dirs, e.dir)
-	}
+	dirs, err := filesystem.DirsOf(devices...)
 	if err != nil {
 		return err
 	}
-	for _, dir := range slices.Backward(dirs) { // later mounts may lie below earlier mounts
-		if err := unix.Unmount(dir, unix.UMOUNT_NOFOLLOW); err != nil {
-			if errors.Is(err, unix.EBUSY) {
-				return api.Errorf(api.InUse, "%s is in use: end the programs that use it (`fuser -vm %s` lists them) and "+
-					"try again", dir, dir)
-			}
-			return api.Errorf(api.Other, "umount %s: %w", dir, err)
-		}
+	if err := filesystem.Unmount(dirs); err != nil {
+		return err
 	}
 	if keep || att == nil {
 		return nil
 	}
 	_, err = detachVolume(ctx, c, volume, false)
 	return err
-}
-
-// lostDevices returns the loop devices of this machine on a volume's file, by the data process's name of the file:
-// drover-UID.MARK, without the mark from older versions. Beside the attachment's device, lostDevices returns devices
-// that lost all processes of Drover: such devices may still be mounted, and only return errors.
-func lostDevices(volume api.UID) []string {
-	var out []string
-	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	for _, f := range files {
-		on, err := os.ReadFile(f)
-		file, _, _ := strings.Cut(filepath.Base(strings.TrimSpace(string(on))), ".")
-		if err == nil && volume != "" && file == "drover-"+string(volume) {
-			out = append(out, "/dev/"+strings.Split(f, "/")[3])
-		}
-	}
-	return out
-}
-
-// mountEntry is a line of this machine's mount table.
-type mountEntry struct{ device, dir, fs string }
-
-func mountsWhere(match func(mountEntry) bool) ([]mountEntry, error) {
-	var out []mountEntry
-	_, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
-		e := mountEntry{device: m.Source, dir: m.Mountpoint, fs: m.FSType}
-		if match(e) {
-			out = append(out, e)
-		}
-		return true, false
-	})
-	return out, err
-}
-
-func onDevice(device string) func(mountEntry) bool {
-	return func(e mountEntry) bool { return device != "" && e.device == device }
-}
-
-// mountsOf returns the folders where a device is mounted on this machine.
-func mountsOf(device string) ([]string, error) {
-	on, err := mountsWhere(onDevice(device))
-	var dirs []string
-	for _, e := range on {
-		dirs = append(dirs, e.dir)
-	}
-	return dirs, err
 }

@@ -14,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/filesystem"
 )
 
 func (a *app) volumeCommand() *cobra.Command {
@@ -365,7 +366,7 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 		if att.Status.Message != "" {
 			where += ": " + att.Status.Message
 		}
-		if dirs, err := mountsOf(att.Status.Device); err == nil {
+		if dirs, err := filesystem.DirsOf(att.Status.Device); err == nil {
 			mounted = strings.Join(dirs, ", ")
 		}
 	}

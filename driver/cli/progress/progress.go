@@ -1,4 +1,5 @@
-package cli
+// Package progress shows the progress of an operation in one line. The package starts no goroutines.
+package progress
 
 import (
 	"fmt"
@@ -13,9 +14,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// progress shows the progress of an operation: a redrawn line on a terminal, elsewhere a plain line at each change of
-// state and each tenth. progress is safe for concurrent use and has no goroutine; callers trigger the drawing.
-type progress struct {
+// Bar shows the progress of an operation: a redrawn line on a terminal, elsewhere a plain line at each change of
+// state and each tenth. Bar is safe for concurrent use and has no goroutine; callers trigger the drawing.
+type Bar struct {
 	w     io.Writer
 	width int // of the terminal; 0: not a terminal
 	label string
@@ -35,9 +36,9 @@ type progress struct {
 
 const narrowestBar, widestBar = 8, 40 // columns
 
-// newProgress writes to w, in colour-free text. The label names the object.
-func newProgress(w io.Writer, label string) *progress {
-	p := &progress{w: w, label: label, start: time.Now(), tenth: -1}
+// New writes to w, in colour-free text. The label names the object.
+func New(w io.Writer, label string) *Bar {
+	p := &Bar{w: w, label: label, start: time.Now(), tenth: -1}
 	if f, ok := w.(*os.File); ok && term.IsTerminal(int(f.Fd())) {
 		p.width = 80
 		if cols, _, err := term.GetSize(int(f.Fd())); err == nil && cols > 20 {
@@ -47,8 +48,8 @@ func newProgress(w io.Writer, label string) *progress {
 	return p
 }
 
-// showProgress reports done of total bytes (total 0: unknown).
-func (p *progress) showProgress(state string, done, total int64) {
+// Show reports done of total bytes (total 0: unknown).
+func (p *Bar) Show(state string, done, total int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := time.Now()
@@ -80,7 +81,7 @@ func (p *progress) showProgress(state string, done, total int64) {
 	}
 }
 
-func (p *progress) plainLine(done, total int64) string {
+func (p *Bar) plainLine(done, total int64) string {
 	s := p.label + ": " + p.state
 	if total > 0 && done > 0 {
 		s += fmt.Sprintf(", %d %%, %s of %s", done*100/total, api.SizeText(done), api.SizeText(total))
@@ -88,7 +89,7 @@ func (p *progress) plainLine(done, total int64) string {
 	return s
 }
 
-func (p *progress) drawLine(done, total int64) {
+func (p *Bar) drawLine(done, total int64) {
 	p.open = true
 	count, rate, rest := "", "", ""
 	if total > 0 {
@@ -119,12 +120,18 @@ func (p *progress) drawLine(done, total int64) {
 	fmt.Fprintf(p.w, "\r%s\x1b[K", text)
 }
 
-// clearLine erases the line, so that a result or an error stands alone.
-func (p *progress) clearLine() {
+// Clear erases the line, so that a result or an error stands alone.
+func (p *Bar) Clear() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.open {
 		fmt.Fprint(p.w, "\r\x1b[K")
 		p.open = false
 	}
+}
+
+// Remark writes a line of its own.
+func (p *Bar) Remark(format string, args ...any) {
+	p.Clear()
+	fmt.Fprintf(p.w, format, args...)
 }
