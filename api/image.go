@@ -10,7 +10,8 @@ type SourceType string
 // Source types. Parameters: download {url}; upload {size}; file {path} (on the node of the first disk);
 // export-from-volume {volume-name, snapshot-name} (the volume now, or a snapshot); clone {backingImage}; registry
 // {url: docker://host[:port]/repo[:tag|@digest], plainHTTP: true for one without TLS}; restore {backup-url (the
-// status.url of a Backup or a BackupBackingImage), allow-damaged: true for zeros in place of damaged chunks}.
+// status.url of a Backup or a BackupBackingImage), allow-damaged: true for zeros in place of damaged chunks, on-demand:
+// true for an image of which only the chunks are fetched that volumes read}.
 const (
 	SourceDownload SourceType = "download"
 	SourceUpload   SourceType = "upload"

@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"net/url"
 	"strings"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 // RestoreStatus is about a volume that begins with the content of a backup.
@@ -21,6 +23,26 @@ type RestoreStatus struct {
 // LabelHidden is on a BackingImage that Drover made for the volume of a backup, and deletes itself, and on the image's
 // copies; value: the name of the volume. Lists of images leave it out.
 const LabelHidden = "drover.io/restored-volume"
+
+// LabelBackupMount is on the Volume that `drover backup mount` made to show the files of a backup, and on its replicas;
+// value: the name of the backup. Only the chunks that are read are fetched, so no size is promised for the volume.
+const LabelBackupMount = "drover.io/backup-mount"
+
+// AnnotationMountedAt is on a Volume with LabelBackupMount: the folder of the mount, on the node of AnnotationPrefer.
+const AnnotationMountedAt = "drover.io/mounted-at"
+
+// PromisedSize is how many bytes a disk promises to a replica of the volume.
+func (v *Volume) PromisedSize() int64 { return promisedSize(v, v.Spec.Size) }
+
+// PromisedSize is how many bytes the disk promises to the replica.
+func (r *Replica) PromisedSize() int64 { return promisedSize(r, r.Spec.Size) }
+
+func promisedSize(o metav1.Object, size int64) int64 {
+	if o.GetLabels()[LabelBackupMount] != "" {
+		return 0
+	}
+	return size
+}
 
 // RestoreImage names the hidden image of a volume that begins with a backup; empty: the volume does not, or has no UID
 // yet.

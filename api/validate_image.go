@@ -11,10 +11,12 @@ import (
 )
 
 // Parameters of SourceRestore. RestoreBackupURL has Longhorn's name; with RestoreAllowDamaged, true, damaged chunks of
-// the backup are restored as zeros.
+// the backup are restored as zeros; with RestoreOnDemand, true, only chunks that volumes read are restored, and the
+// image never becomes ready.
 const (
 	RestoreBackupURL    = "backup-url"
 	RestoreAllowDamaged = "allow-damaged"
+	RestoreOnDemand     = "on-demand"
 )
 
 // Parameters of SourceExport. The type exists for users with the habit: an image is layers, not a file.
@@ -31,7 +33,7 @@ var sourceParameters = map[SourceType]map[string]bool{
 	SourceFile:     {"path": true},
 	SourceClone:    {"backingImage": true},
 	SourceRegistry: {"url": true, "plainHTTP": false},
-	SourceRestore:  {RestoreBackupURL: true, RestoreAllowDamaged: false},
+	SourceRestore:  {RestoreBackupURL: true, RestoreAllowDamaged: false, RestoreOnDemand: false},
 	SourceExport:   {ExportVolume: true, ExportSnapshot: false, ExportFormat: false},
 }
 
@@ -154,8 +156,10 @@ func (s *BackingImageSpec) validateParameters() error {
 		if err := ValidateBackupURL(s.SourceParameters[RestoreBackupURL]); err != nil {
 			return Errorf(Invalid, "parameter %s: %w", RestoreBackupURL, err)
 		}
-		if v := s.SourceParameters[RestoreAllowDamaged]; v != "" && v != "true" && v != "false" {
-			return Errorf(Invalid, "parameter %s is %q: it must be true or false", RestoreAllowDamaged, v)
+		for _, name := range []string{RestoreAllowDamaged, RestoreOnDemand} {
+			if v := s.SourceParameters[name]; v != "" && v != "true" && v != "false" {
+				return Errorf(Invalid, "parameter %s is %q: it must be true or false", name, v)
+			}
 		}
 	case SourceFile:
 		if p := s.SourceParameters["path"]; !path.IsAbs(p) {

@@ -8,6 +8,7 @@ import (
 	"net"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -317,6 +318,39 @@ func TestImageIsReadableBeforeItIsReady(t *testing.T) {
 		t.Errorf("an image with a checksum is readable in state %s", now.Status.State)
 	}
 	w.delete(&api.Replica{}, "v.1")
+}
+
+// TestOnDemandImageFetchesWhatIsRead: without a reader no chunk is fetched, and a reader gets the bytes, after a restart
+// of the node, too. The image stays pending, and its deletion leaves nothing.
+func TestOnDemandImageFetchesWhatIsRead(t *testing.T) {
+	w := newWorld(t, 2)
+	w.stop()
+	var fetched atomic.Int64
+	w.openChunked(func(int64) bool { fetched.Add(1); return false })
+	w.serveLayers()
+	w.start()
+	body := stateBody(7)
+	w.store.put(t, backupURL, body, "")
+	params := map[string]string{api.RestoreBackupURL: backupURL, api.RestoreOnDemand: "true"}
+	w.image("golden", api.SourceRestore, params, onDisk0)
+	st := w.await("golden", "is readable", func(i *api.BackingImage) bool { return i.Status.Readable }).Status
+	w.stop()
+	w.serveLayers()
+	w.start()
+	layer := string(st.Layers[0])
+	w.create(&api.Replica{ObjectMeta: metav1.ObjectMeta{Name: "v.1"}, Spec: api.ReplicaSpec{UID: api.NewUID(), Volume: "v",
+		VolumeUID: api.NewUID(), Node: w.node, Disk: api.UID(w.disks[1].UID()), Size: stateSize, Layers: st.Layers}})
+	if n := fetched.Load(); n > 0 {
+		t.Errorf("%d chunks were fetched for nobody", n)
+	}
+	w.readServed(layer, st.Digest, body)
+	if now := w.state("golden", api.ImagePending); !now.Status.Readable {
+		t.Errorf("the image is %+v", now.Status)
+	}
+	w.delete(&api.Replica{}, "v.1")
+	w.delete(&api.BackingImage{}, "golden")
+	w.gone("golden")
+	w.clean(0)
 }
 
 // TestDamagedBackup: the image fails with the list of damaged chunks, after all others were restored; the layer is

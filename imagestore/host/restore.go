@@ -61,6 +61,11 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 		if readable {
 			t.setRestoring(readableLayer{root, size}, l.Problem)
 		}
+		if readable && image.SourceParameters[api.RestoreOnDemand] == "true" {
+			t.setState(api.ImagePending, "")
+			<-ctx.Done() // readers alone decide which chunks are fetched
+			return got, context.Cause(ctx)
+		}
 		if err := slot(ctx); err != nil { // readers need no slot
 			return got, err
 		}

@@ -16,7 +16,7 @@ import (
 	"drover.io/drover/api/watch"
 )
 
-// promisedBytes sums the sizes of the replicas on a disk.
+// promisedBytes sums the promised sizes of the replicas on a disk.
 func (p *volumeReconciler) promisedBytes(ctx context.Context, disk api.UID) (int64, error) {
 	var list api.ReplicaList
 	on := client.MatchingFields{watch.ByDisk: string(disk)}
@@ -27,13 +27,13 @@ func (p *volumeReconciler) promisedBytes(ctx context.Context, disk api.UID) (int
 	seen := map[string]bool{}
 	for i := range list.Items {
 		seen[list.Items[i].Name] = true
-		sum += list.Items[i].Spec.Size
+		sum += list.Items[i].PromisedSize()
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for name, a := range p.assumed {
 		if a.replica.Spec.Disk == disk && !seen[name] && time.Now().Before(a.until) {
-			sum += a.replica.Spec.Size
+			sum += a.replica.PromisedSize()
 		}
 	}
 	return sum, nil
@@ -284,6 +284,9 @@ func (p *volumeReconciler) placeOne(
 		Spec: api.ReplicaSpec{
 			UID: uid, Volume: v.Name, VolumeUID: v.Status.UID, Node: s.node, Disk: s.disk, Size: v.Spec.Size,
 			Instead: t.instead, Transient: t.transient},
+	}
+	if backup := v.Labels[api.LabelBackupMount]; backup != "" {
+		r.Labels[api.LabelBackupMount] = backup
 	}
 	if img != nil {
 		r.Spec.Layers = img.Status.Layers

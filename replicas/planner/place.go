@@ -183,7 +183,7 @@ func (t *clusterView) candidateOn(v *api.Volume, n *api.Node, d api.DiskSpec) (c
 		}
 	}
 	st := n.Status.Disks[i]
-	room, why := t.roomLeft(d, st, v.Spec.Size)
+	room, why := t.roomLeft(d, st, v.PromisedSize())
 	if why != "" {
 		return candidate{}, why
 	}

@@ -162,6 +162,10 @@ func TestPlace(t *testing.T) {
 		"promised too much": {func(_ *api.Volume, f *clusterView) {
 			f.promised = func(api.UID) int64 { return 191 * gib }
 		}, "", []string{"191 GiB are promised to volumes and the limit is 200 GiB (200 % of 100 GiB"}},
+		"the mount of a backup takes what is read": {func(v *api.Volume, f *clusterView) {
+			f.promised = func(api.UID) int64 { return 191 * gib }
+			v.Labels = map[string]string{api.LabelBackupMount: "b"}
+		}, "a0", nil},
 		"just enough": {func(_ *api.Volume, f *clusterView) { f.promised = func(api.UID) int64 { return 190 * gib } }, "a0", nil},
 		"the reserve is not ours": {func(_ *api.Volume, f *clusterView) {
 			for i := range f.nodes {

@@ -90,6 +90,9 @@ func (p *volumeReconciler) createRestoreImage(ctx context.Context, v *api.Volume
 			SourceParameters: map[string]string{api.RestoreBackupURL: v.Spec.FromBackup},
 			NodeSelector:     v.Spec.NodeSelector, DiskSelector: v.Spec.DiskSelector},
 	}
+	if v.Labels[api.LabelBackupMount] != "" {
+		img.Spec.SourceParameters[api.RestoreOnDemand] = "true"
+	}
 	if err := p.client.Create(ctx, img); err != nil {
 		return fmt.Errorf("backing image %s: %w", img.Name, err)
 	}
