@@ -254,7 +254,8 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 		if c := v.Status.CloneStatus; c != nil && c.State == api.CloneInitiated && c.Progress > 0 {
 			why = fmt.Sprintf("%d %% are copied", c.Progress/10*10)
 		}
-		if r := v.Status.RestoreStatus; r != nil && r.State == api.CloneInitiated && r.Message == "" && r.Progress < 100 {
+		if r := v.Status.RestoreStatus; r != nil && v.Labels[api.LabelBackupMount] == "" &&
+			r.State == api.CloneInitiated && r.Message == "" && r.Progress < 100 {
 			why = fmt.Sprintf("%d %% of backup %q are restored", r.Progress/10*10, r.Backup)
 		}
 		if why != "" && why != told {

@@ -9,7 +9,6 @@ import (
 	"io"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -32,7 +31,18 @@ func Make(ctx context.Context, fs, params, device string) error {
 
 // Detect names the filesystem on a device, or returns "" for unknown content.
 func Detect(ctx context.Context, device string) (string, error) {
-	out, err := exec.CommandContext(ctx, "blkid", "-p", "-u", "filesystem", "-s", "TYPE", "-o", "value", device).Output()
+	return probe(ctx, device, "-u", "filesystem", "-s", "TYPE")
+}
+
+// DetectPartitions names the kind of the partition table on a device: gpt, dos; "": the device has none.
+func DetectPartitions(ctx context.Context, device string) (string, error) {
+	return probe(ctx, device, "-s", "PTTYPE")
+}
+
+// probe asks blkid for a value; unknown content is "".
+func probe(ctx context.Context, device string, question ...string) (string, error) {
+	argv := append(append([]string{"-p", "-o", "value"}, question...), device)
+	out, err := exec.CommandContext(ctx, "blkid", argv...).Output()
 	var exit *exec.ExitError
 	if errors.As(err, &exit) && exit.ExitCode() == 2 {
 		return "", nil
@@ -147,22 +157,6 @@ func Unmount(dirs []string) error {
 		}
 	}
 	return nil
-}
-
-// LostDevices returns the loop devices of this machine on a volume's file, by the data process's name of the file:
-// drover-UID.MARK, without the mark from older versions. Beside the attachment's device, LostDevices returns devices
-// that lost all processes of Drover: such devices may still be mounted, and only return errors.
-func LostDevices(volume api.UID) []string {
-	var out []string
-	files, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	for _, f := range files {
-		on, err := os.ReadFile(f)
-		file, _, _ := strings.Cut(filepath.Base(strings.TrimSpace(string(on))), ".")
-		if err == nil && volume != "" && file == "drover-"+string(volume) {
-			out = append(out, "/dev/"+strings.Split(f, "/")[3])
-		}
-	}
-	return out
 }
 
 // Mounted is a line of this machine's mount table.
