@@ -35,8 +35,9 @@ type lockFile struct {
 	GID       uint32    `json:"gid,omitempty"`
 
 	// Fields of Drover, which other programs ignore.
-	Session string `json:"droverSession,omitempty"` // the same in all locks of a session
-	Sweep   bool   `json:"droverSweep,omitempty"`
+	Session string    `json:"droverSession,omitempty"` // the same in all locks of a session
+	Sweep   bool      `json:"droverSweep,omitempty"`
+	Since   time.Time `json:"droverSince,omitzero"` // begin of the session; Time is that of the last refresh
 }
 
 // closeLockTimeout bounds what a session that ends still deletes.
@@ -57,6 +58,7 @@ type Lock struct {
 	r         *Repository
 	mode      LockMode
 	id        string
+	began     time.Time
 	session   context.Context
 	end       context.CancelCauseFunc
 	refresher sync.WaitGroup
@@ -72,7 +74,26 @@ type Lock struct {
 // returns an error of kind Busy that names the holder; the caller tries again later. Lock deletes stale locks. The
 // caller closes the lock.
 func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
-	l := &Lock{r: r, mode: mode, id: rand.Text(), refreshed: time.Now()}
+	l, err := r.newLock(ctx, mode)
+	if err != nil {
+		return nil, err
+	}
+	// Both of two sessions that lock at once see the lock of the other, because each writes before reading.
+	if err := r.checkLocks(ctx, l.current, mode); err != nil {
+		if e := l.withdraw(ctx); e != nil {
+			err = api.Errorf(api.KindOf(err), "%w (%w)", err, e)
+		}
+		return nil, err
+	}
+	l.session, l.end = context.WithCancelCause(ctx)
+	l.refresher.Go(l.refreshUntilEnd)
+	return l, nil
+}
+
+// newLock writes the first lock of a session.
+func (r *Repository) newLock(ctx context.Context, mode LockMode) (*Lock, error) {
+	now := time.Now()
+	l := &Lock{r: r, mode: mode, id: rand.Text(), began: now, refreshed: now}
 	var err error
 	if l.record, err = r.newRecord(l.id); err != nil {
 		return nil, api.Errorf(api.KindOf(err), "repository %.8s: the record of a session cannot be written: %w", r.ID(), err)
@@ -80,17 +101,16 @@ func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
 	if l.current, err = l.save(ctx); err != nil {
 		return nil, errors.Join(err, l.record.close()) // the store may have the lock although it reports an error
 	}
-	// Both of two sessions that lock at once see the lock of the other, because each writes before reading.
-	if err := r.checkLocks(ctx, l.current, mode); err != nil {
-		if e := r.store.Delete(context.WithoutCancel(ctx), locksFolder+l.current.String()); e != nil {
-			err = api.Errorf(api.KindOf(err), "%w (lock %.8s stays until it is stale: %w)", err, l.current, e)
-			return nil, errors.Join(err, l.record.close())
-		}
-		return nil, errors.Join(err, l.record.remove())
-	}
-	l.session, l.end = context.WithCancelCause(ctx)
-	l.refresher.Go(l.refreshUntilEnd)
 	return l, nil
+}
+
+// withdraw deletes the lock of a session that does not begin.
+func (l *Lock) withdraw(ctx context.Context) error {
+	if err := l.r.store.Delete(context.WithoutCancel(ctx), locksFolder+l.current.String()); err != nil {
+		err = api.Errorf(api.KindOf(err), "lock %.8s stays until it is stale: %w", l.current, err)
+		return errors.Join(err, l.record.close())
+	}
+	return l.record.remove()
 }
 
 // ID names the session. The locks and index files of the session have the ID.
@@ -162,7 +182,7 @@ func (l *Lock) deleteLater(name string) {
 func (l *Lock) save(ctx context.Context) (blob.ID, error) {
 	r := l.r
 	content, err := json.Marshal(lockFile{time.Now(), l.mode == Exclusive, r.options.Hostname, r.options.Username,
-		os.Getpid(), uint32(os.Getuid()), uint32(os.Getgid()), l.id, l.mode == Sweeping})
+		os.Getpid(), uint32(os.Getuid()), uint32(os.Getgid()), l.id, l.mode == Sweeping, l.began.UTC()})
 	if err != nil {
 		return blob.ID{}, err
 	}

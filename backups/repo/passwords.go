@@ -85,6 +85,20 @@ func (r *Repository) ensureKey(ctx context.Context, password string) error {
 	return err
 }
 
+// KeyFile returns a key file that opens with a password, and its name in the folder keys. Written back there, the key
+// file opens the repository also after the loss of all others.
+func (r *Repository) KeyFile(ctx context.Context, password string) (name string, content []byte, err error) {
+	opened, err := r.keyFilesOf(ctx, password)
+	if err != nil {
+		return "", nil, err
+	}
+	if len(opened) == 0 {
+		return "", nil, api.Errorf(api.NotFound, "repository %.8s: no key file opens with the password", r.ID())
+	}
+	content, err = readNamed(ctx, r.store, opened[0], keys.FileLimit)
+	return opened[0].id.String(), content, err
+}
+
 // KeyNames returns a digest of the names of all key files, which changes when a key file is made or deleted.
 func (r *Repository) KeyNames(ctx context.Context) (sum blob.ID, err error) {
 	files, err := listFolder(ctx, r.store, keysFolder)

@@ -1,0 +1,105 @@
+package repo
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/block/suite"
+)
+
+// TestLocksAreListed: the list tells sessions of Drover from those of other programs, names an unreadable lock, and
+// writes nothing.
+func TestLocksAreListed(t *testing.T) {
+	store := newMemoryStore()
+	r := newRepository(t, store)
+	sweep, err := r.Lock(t.Context(), Sweeping)
+	must(t, err)
+	content, err := json.Marshal(lockFile{Time: time.Now(), Exclusive: false, Hostname: "laptop", Username: "anna", PID: 7})
+	must(t, err)
+	id, sealed := r.sealFile(content)
+	must(t, store.Put(t.Context(), locksFolder+id.String(), sealed))
+	broken := []byte("no lock")
+	must(t, store.Put(t.Context(), locksFolder+blob.Sum(broken).String(), broken))
+	store.before = func(operation, _ string) error {
+		if operation == "put" || operation == "delete" {
+			t.Errorf("the list calls %s", operation)
+		}
+		return nil
+	}
+	locks, total, err := r.ListLocks(t.Context(), 10)
+	must(t, err)
+	store.before = nil
+	if total != 3 || len(locks) != 3 {
+		t.Fatalf("%d of %d locks, want 3", len(locks), total)
+	}
+	for _, l := range locks {
+		switch {
+		case l.Err != nil:
+			if l.Name != blob.Sum(broken).String() {
+				t.Errorf("unreadable: %+v", l)
+			}
+		case l.Drover:
+			if !l.Sweep || l.Exclusive || l.PID != os.Getpid() || l.Since.IsZero() || l.Refreshed.IsZero() || l.Stale {
+				t.Errorf("a sweep: %+v", l)
+			}
+		case l.Hostname != "laptop" || l.Username != "anna" || l.PID != 7 || !l.Since.IsZero():
+			t.Errorf("another program: %+v", l)
+		}
+	}
+	if locks, total, err := r.ListLocks(t.Context(), 1); len(locks) != 1 || total != 3 || err != nil {
+		t.Errorf("a bounded list: %d of %d, %v", len(locks), total, err)
+	}
+	must(t, sweep.Close(t.Context()))
+}
+
+// TestOnlyStaleLocksAreRemoved: a lock is removed after 30 minutes of the store's clock, beside an exclusive session, too.
+// No lock of the removal stays.
+func TestOnlyStaleLocksAreRemoved(t *testing.T) {
+	inBubble(t, func(t *testing.T, store *memoryStore, r *Repository) {
+		dead, err := (&Lock{r: r, mode: Shared}).save(t.Context())
+		must(t, err)
+		<-time.After(lockStale - time.Second)
+		if n, err := r.RemoveStaleLocks(t.Context()); n != 0 || err != nil {
+			t.Errorf("just before 30 minutes: %d removed, %v", n, err)
+		}
+		alive, err := (&Lock{r: r, mode: Exclusive}).save(t.Context())
+		must(t, err)
+		<-time.After(2 * time.Second)
+		if n, err := r.RemoveStaleLocks(t.Context()); n != 1 || err != nil {
+			t.Errorf("%d removed, %v, want the lock %.8s", n, err, dead)
+		}
+		if left := store.names(locksFolder); len(left) != 1 || left[0] != locksFolder+alive.String() {
+			t.Errorf("left are %v, want the young lock", left)
+		}
+	})
+}
+
+// TestKeyFileOutlivesTheFolder: restic opens a repository that lost all its key files with one that was read before, and
+// with its password alone.
+func TestKeyFileOutlivesTheFolder(t *testing.T) {
+	suite.System(t)
+	store := newMemoryStore()
+	must(t, Init(t.Context(), store, "of the Secret", Options{}))
+	r, err := Open(t.Context(), store, "of the Secret", Options{})
+	must(t, err)
+	if _, _, err := r.KeyFile(t.Context(), password); !api.Is(err, api.NotFound) {
+		t.Errorf("an unknown password: %v, want an error of kind not found", err)
+	}
+	must(t, r.AddPassword(t.Context(), password))
+	name, content, err := r.KeyFile(t.Context(), password)
+	must(t, err)
+	folder := store.save(t)
+	must(t, os.RemoveAll(filepath.Join(folder, "keys")))
+	must(t, os.Mkdir(filepath.Join(folder, "keys"), 0o700))
+	if _, err := restic(t, folder, "cat", "config"); err == nil {
+		t.Fatal("restic opens a repository without key files")
+	}
+	must(t, os.WriteFile(filepath.Join(folder, "keys", name), content, 0o600))
+	mustRestic(t, folder, "cat", "config")
+	mustCheck(t, folder)
+}
