@@ -58,6 +58,18 @@ type BackupTargetSpec struct {
 	VerifyInterval *metav1.Duration `json:"verifyInterval,omitempty"`
 	// VerifyRequestedAt asks, once for each new value, for a verification of the whole repository now.
 	VerifyRequestedAt *metav1.Time `json:"verifyRequestedAt,omitempty"`
+	// LocksRequest asks, once for each new time, for a list of the locks of the repository in status.locks.
+	LocksRequest *LocksRequest `json:"locksRequest,omitempty"`
+	// KeyRequestedAt asks for the key file that opens with the recovery password, in status.keyFile until KeyRequestedAt
+	// is removed.
+	KeyRequestedAt *metav1.Time `json:"keyRequestedAt,omitempty"`
+}
+
+// LocksRequest asks for a list of locks.
+type LocksRequest struct {
+	At metav1.Time `json:"at"`
+	// RemoveStale deletes stale locks before.
+	RemoveStale bool `json:"removeStale,omitempty"`
 }
 
 // VerifyEvery is the VerifyInterval; 0: never.
@@ -164,7 +176,47 @@ type BackupTargetStatus struct {
 	SweepRequested *metav1.Time       `json:"sweepRequested,omitempty"`
 	LastSweep      *SweepFact         `json:"lastSweep,omitempty"`
 	Verification   *VerificationFact  `json:"verification,omitempty"`
+	Locks          *LocksFact         `json:"locks,omitempty"`
+	KeyFile        *KeyFileFact       `json:"keyFile,omitempty"`
 	Conditions     []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// ListedLocks bounds LocksFact.Locks.
+const ListedLocks = 64
+
+// LocksFact are the locks of the repository at one time.
+type LocksFact struct {
+	// Request is the LocksRequest that was followed.
+	Request LocksRequest `json:"request"`
+	Message string       `json:"message,omitempty"` // why it failed
+	Removed int32        `json:"removed,omitempty"` // stale locks that were deleted
+	Total   int32        `json:"total,omitempty"`
+	Locks   []LockFact   `json:"locks,omitempty"` // the newest ones
+}
+
+// LockFact is a lock of a session that uses the repository.
+type LockFact struct {
+	Name     string `json:"name"`
+	Program  string `json:"program"` // drover; restic stands for all others
+	Hostname string `json:"hostname,omitempty"`
+	Username string `json:"username,omitempty"`
+	PID      int64  `json:"pid,omitempty"`
+	// Since is the begin of the session, which restic does not tell.
+	Since       *metav1.Time `json:"since,omitempty"`
+	RefreshedAt *metav1.Time `json:"refreshedAt,omitempty"`
+	Exclusive   bool         `json:"exclusive,omitempty"`
+	Sweep       bool         `json:"sweep,omitempty"`
+	Stale       bool         `json:"stale,omitempty"`
+	Message     string       `json:"message,omitempty"` // why the lock cannot be read
+}
+
+// KeyFileFact is the key file that opens with the recovery password.
+type KeyFileFact struct {
+	Request metav1.Time `json:"request"` // the KeyRequestedAt that was followed
+	Message string      `json:"message,omitempty"`
+	// Name is that of the object in the folder keys, and the SHA-256 of Content.
+	Name    string `json:"name,omitempty"`
+	Content []byte `json:"content,omitempty"`
 }
 
 // VerificationParts is in how many parts a verification reads a repository.

@@ -123,6 +123,15 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 	if v.keyFiles > 0 {
 		applyKeys(t, v)
 	}
+	if v.locks != nil {
+		st.Locks = v.locks
+	}
+	if v.keyFile != nil {
+		st.KeyFile = v.keyFile
+	}
+	if t.Spec.KeyRequestedAt == nil {
+		st.KeyFile = nil
+	}
 	if v.listed {
 		applyCount(t, v)
 		synced := metav1.NewTime(v.listedAt)

@@ -50,9 +50,11 @@ type visitResult struct {
 	format       string // "": not known
 	repositoryID string // "": the repository was not opened
 	encrypted    bool
-	keyFiles     int   // 0: not known
-	keysErr      error // why the key files do not follow the passwords; an earlier password still opens the repository
-	listed       bool  // the fields below are known
+	keyFiles     int              // 0: not known
+	keysErr      error            // why the key files do not follow the passwords; an earlier password still opens the repository
+	locks        *api.LocksFact   // nil: not requested
+	keyFile      *api.KeyFileFact // nil: not requested
+	listed       bool             // the fields below are known
 	listedAt     time.Time
 	backups      int       // in the store
 	found        int       // Backups that the visit created
@@ -96,6 +98,7 @@ func (v *visit) visitStore(ctx context.Context, result *visitResult) (err error)
 	if result.keysErr = v.updateKeys(ctx, r, c.passwords); result.keysErr == nil {
 		result.keyFiles = v.memory.count
 	}
+	v.followRequests(ctx, r, c.passwords, result)
 	return v.compareBackups(ctx, r, result)
 }
 
