@@ -8,12 +8,10 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/api/await"
 	"drover.io/drover/driver/cli/progress"
 )
 
@@ -99,27 +97,22 @@ func verifyTarget(ctx context.Context, c client.WithWatch, name string, remarks 
 		return nil, err
 	}
 	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
-	asked := metav1.NewTime(time.Now().Truncate(time.Second))
-	_, err := await.Edit(ctx, c, name, func(t *api.BackupTarget) (bool, error) {
+	var asked metav1.Time
+	err := requestOf(ctx, c, name, func(t *api.BackupTarget) error {
 		if t.Status.Format == api.FormatLonghorn {
-			return false, api.Errorf(api.Unsupported, "target %q is a store of Longhorn, which Drover does not verify: copy its "+
+			return api.Errorf(api.Unsupported, "target %q is a store of Longhorn, which Drover does not verify: copy its "+
 				"backups to another target", name)
 		}
 		if t.Spec.ReadOnly {
-			return false, api.Errorf(api.InUse, "target %q is read-only, and a verification writes a lock: run `restic check "+
+			return api.Errorf(api.InUse, "target %q is read-only, and a verification writes a lock: run `restic check "+
 				"--read-data --no-lock`", name)
 		}
-		if last := t.Spec.VerifyRequestedAt; last != nil && !last.Before(&asked) {
-			asked = metav1.NewTime(last.Add(time.Second)) // the API keeps seconds, and each request is a new value
-		}
+		asked = newRequest(t.Spec.VerifyRequestedAt)
 		t.Spec.VerifyRequestedAt = &asked
-		return true, nil
+		return nil
 	})
-	if apierrors.IsNotFound(err) {
-		return nil, gone
-	}
 	if err != nil {
-		return nil, explain(ctx, err)
+		return nil, err
 	}
 	p := progress.New(remarks, "target "+name)
 	remark, why := remarkOn(remarks), ""

@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
 	"drover.io/drover/driver/cli/progress"
 )
 
@@ -302,8 +303,8 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 			_, _ = look(o, false)
 		}
 	} else {
-		err = followAll(ctx, c, &api.ImageCopyList{}, known, look,
-			client.MatchingLabels{api.LabelImage: api.LabelValue(img.Name)})
+		err = explain(ctx, await.EachAndGone(ctx, c, &api.ImageCopyList{}, known, look,
+			client.MatchingLabels{api.LabelImage: api.LabelValue(img.Name)}))
 	}
 	p.Clear()
 	if err != nil {

@@ -9,7 +9,6 @@ import (
 	"maps"
 	"net/url"
 	"os"
-	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -21,6 +20,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/localfile"
 	"drover.io/drover/driver/cli/progress"
 	"drover.io/drover/driver/cli/upload"
 )
@@ -127,7 +128,7 @@ func (a *app) imageImport() *cobra.Command {
 			if f.secret != "" {
 				return usagef("--secret is for images of a server: a file needs none")
 			}
-			file, err := openImage(source)
+			file, err := localfile.OpenImage(source)
 			if err != nil {
 				return err
 			}
@@ -204,7 +205,7 @@ func (a *app) imageUpload() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			file, err := openImage(left[0])
+			file, err := localfile.OpenImage(left[0])
 			if err != nil {
 				return err
 			}
@@ -214,44 +215,6 @@ func (a *app) imageUpload() *cobra.Command {
 	}
 	f.addFlags(c, false)
 	return c
-}
-
-// openImage opens a regular file under its absolute, real path, the path for the node.
-func openImage(path string) (*os.File, error) {
-	abs, err := filepath.Abs(path)
-	if err == nil {
-		abs, err = filepath.EvalSymlinks(abs)
-	}
-	if err != nil {
-		return nil, fileError("image file", path, err)
-	}
-	f, err := os.Open(abs)
-	if err != nil {
-		return nil, fileError("image file", path, err)
-	}
-	st, err := f.Stat()
-	if err == nil && !st.Mode().IsRegular() {
-		err = errors.New("not a regular file")
-	} else if err == nil && st.Size() == 0 {
-		err = errors.New("the file is empty")
-	}
-	if err != nil {
-		f.Close()
-		return nil, fileError("image file", path, err)
-	}
-	return f, nil
-}
-
-func fileError(noun, path string, err error) error {
-	var pe *os.PathError
-	if errors.As(err, &pe) {
-		err = pe.Err
-	}
-	kind := api.Invalid
-	if errors.Is(err, os.ErrNotExist) {
-		kind = api.NotFound
-	}
-	return api.Errorf(kind, "%s %s: %w", noun, path, err)
 }
 
 // onlyNode reports whether this machine is the only node, so that the node can open paths of this machine.
@@ -431,7 +394,8 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 			return false, nil
 		}
 		return throughRestarts(gctx, p, func() error {
-			return followObjects(gctx, c, &api.ImageCopyList{}, see, client.MatchingLabels{api.LabelImage: api.LabelValue(name)})
+			return explain(gctx, await.Each(gctx, c, &api.ImageCopyList{}, see,
+				client.MatchingLabels{api.LabelImage: api.LabelValue(name)}))
 		})
 	})
 	err := g.Wait()

@@ -3,11 +3,7 @@ package cli
 import (
 	"bytes"
 	"context"
-	"fmt"
-	"io"
 	"maps"
-	"os"
-	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -15,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/localfile"
 )
 
 // secretNamespace is the namespace of Secrets without one.
@@ -35,16 +32,6 @@ func parseSecret(s string) (*api.SecretRef, error) {
 	return ref, nil
 }
 
-// secretKeys are the keys that a file of credentials may have, besides longKeys.
-var secretKeys = []string{api.SecretAccessKey, api.SecretSecretKey, api.SecretSessionToken, api.SecretEndpoints,
-	api.SecretVirtualHost, api.SecretHTTPProxy, api.SecretHTTPSProxy, api.SecretNoProxy, api.SecretRole,
-	api.SecretAzureAccount, api.SecretAzureKey, api.SecretAzureEndpoint, api.SecretCIFSUser, api.SecretCIFSPassword,
-	api.SecretSFTPPassword, api.SecretSFTPPassphrase, api.SecretKnownHosts, api.SecretBackupPassword,
-	api.SecretResticPassword}
-
-// longKeys are the keys whose values have several lines.
-var longKeys = []string{api.SecretCert, api.SecretAzureCert, api.SecretSFTPKey}
-
 // readValues reads the files that the flags name, as the content of a Secret; no file is nil. Errors name files, lines
 // and keys, and never print a value.
 func (f *targetFlags) readValues() (map[string][]byte, error) {
@@ -56,11 +43,11 @@ func (f *targetFlags) readValues() (map[string][]byte, error) {
 	}
 	values := map[string][]byte{}
 	if f.credentials != "" {
-		text, err := readSecretFile(f.credentials)
+		text, err := localfile.ReadSecret(f.credentials)
 		if err != nil {
 			return nil, err
 		}
-		if values, err = parseCredentials(f.credentials, text); err != nil {
+		if values, err = localfile.ParseCredentials(f.credentials, text); err != nil {
 			return nil, err
 		}
 	}
@@ -73,7 +60,7 @@ func (f *targetFlags) readValues() (map[string][]byte, error) {
 			return nil, usagef("--password-file: %s has %s already: leave one of the two passwords out", f.credentials, key)
 		}
 	}
-	text, err := readSecretFile(f.password)
+	text, err := localfile.ReadSecret(f.password)
 	if err != nil {
 		return nil, err
 	}
@@ -88,60 +75,6 @@ func (f *targetFlags) readValues() (map[string][]byte, error) {
 			"leave --password-file out", f.password)
 	}
 	values[api.SecretBackupPassword] = password
-	return values, nil
-}
-
-// readSecretFile reads a short file: a pipe is possible, and an endless device is refused.
-func readSecretFile(path string) ([]byte, error) {
-	const most = 64 << 10
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fileError("file", path, err)
-	}
-	defer f.Close()
-	text, err := io.ReadAll(io.LimitReader(f, most+1))
-	if err == nil && len(text) > most {
-		err = fmt.Errorf("the file has more than %s", api.SizeText(most))
-	}
-	if err != nil {
-		return nil, fileError("file", path, err)
-	}
-	return text, nil
-}
-
-// parseCredentials reads lines KEY=VALUE. Empty lines and lines that begin with # are skipped.
-func parseCredentials(path string, text []byte) (map[string][]byte, error) {
-	values := map[string][]byte{}
-	for i, line := range strings.Split(string(text), "\n") {
-		line = strings.TrimSpace(line)
-		if line == "" || strings.HasPrefix(line, "#") {
-			continue
-		}
-		refuse := func(format string, args ...any) error {
-			return usagef("--credentials-file %s: line %d %s", path, i+1, fmt.Sprintf(format, args...))
-		}
-		key, value, ok := strings.Cut(line, "=")
-		key, value = strings.TrimSpace(key), strings.TrimSpace(value)
-		_, twice := values[key]
-		switch {
-		case !ok:
-			return nil, refuse("is not KEY=VALUE")
-		case slices.Contains(longKeys, key):
-			return nil, refuse("is %s, which has several lines: make the Secret with kubectl, and name it with --secret", key)
-		case !slices.Contains(secretKeys, key):
-			return nil, refuse("has an unknown key: the keys are %s", strings.Join(secretKeys, ", "))
-		case twice:
-			return nil, refuse("has %s again", key)
-		case value == "":
-			return nil, refuse("has no value for %s: leave the line out", key)
-		case len(value) > 1 && (value[0] == '"' || value[0] == '\'') && value[0] == value[len(value)-1]:
-			return nil, refuse("has %s in quotes: leave the quotes out", key)
-		}
-		values[key] = []byte(value)
-	}
-	if len(values) == 0 {
-		return nil, usagef("--credentials-file %s: the file has no line KEY=VALUE", path)
-	}
 	return values, nil
 }
 

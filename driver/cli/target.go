@@ -418,22 +418,35 @@ func (a *app) targetSync() *cobra.Command {
 	}
 }
 
+// newRequest is the time of a request after the last one: the API keeps seconds, and each request is a new value.
+func newRequest(last *metav1.Time) metav1.Time {
+	now := metav1.NewTime(time.Now().Truncate(time.Second))
+	if last != nil && !last.Before(&now) {
+		return metav1.NewTime(last.Add(time.Second))
+	}
+	return now
+}
+
+// requestOf writes a request into the spec of a target.
+func requestOf(ctx context.Context, c client.WithWatch, name string, change func(*api.BackupTarget) error) error {
+	_, err := await.Edit(ctx, c, name, func(t *api.BackupTarget) (bool, error) { return true, change(t) })
+	if apierrors.IsNotFound(err) {
+		return api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
+	}
+	return explain(ctx, err)
+}
+
 // syncTarget asks for a list of the store, and waits until the target's node has followed this request or a later one.
 func syncTarget(ctx context.Context, c client.WithWatch, name string, remarks io.Writer) (*api.BackupTarget, error) {
 	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
-	asked := metav1.NewTime(time.Now().Truncate(time.Second))
-	_, err := await.Edit(ctx, c, name, func(t *api.BackupTarget) (bool, error) {
-		if last := t.Spec.SyncRequestedAt; last != nil && !last.Before(&asked) {
-			asked = metav1.NewTime(last.Add(time.Second)) // the API keeps seconds, and each request is a new value
-		}
+	var asked metav1.Time
+	err := requestOf(ctx, c, name, func(t *api.BackupTarget) error {
+		asked = newRequest(t.Spec.SyncRequestedAt)
 		t.Spec.SyncRequestedAt = &asked
-		return true, nil
+		return nil
 	})
-	if apierrors.IsNotFound(err) {
-		return nil, gone
-	}
 	if err != nil {
-		return nil, explain(ctx, err)
+		return nil, err
 	}
 	remark, why := remarkOn(remarks), ""
 	t, err := awaitObject(ctx, c, name, gone, func(t *api.BackupTarget) (bool, error) {
