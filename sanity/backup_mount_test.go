@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -23,7 +24,8 @@ func TestBackupMountStories(t *testing.T) {
 	tell(t,
 		story{"a file out of a backup", fileOutOfABackup},
 		story{"a partition out of a backup", partitionOutOfABackup},
-		story{"a killed mount is cleaned up", killedMount})
+		story{"a killed mount is cleaned up", killedMount},
+		story{"a recovery key opens a store without keys", recoveryKey})
 }
 
 // backedFiles makes a backup of a mounted filesystem, whose journal is full, and deletes the volume. A file of 96 MiB
@@ -207,4 +209,83 @@ func killedMount(t *testing.T, w *world) {
 	w.unmounted(t, dir)
 	w.must("backup", "delete", "sunday")
 	w.must("target", "delete", "default")
+}
+
+// recoveryKey: the exported file ends the warning that one password opens the repository. With the file, and by the lines
+// in it, restic opens a repository whose key files are lost.
+func recoveryKey(t *testing.T, w *world) {
+	store := w.makeTarget(t, "safe")
+	w.must("volume", "create", "v", "--size", "16Mi")
+	w.must("backup", "create", "v", "--name", "kept", "--target", "safe")
+	w.must("volume", "delete", "v")
+	warns := func() bool {
+		var target api.BackupTarget
+		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "safe"}, &target))
+		return meta.IsStatusConditionTrue(target.Status.Conditions, api.ConditionNoRecoveryKey)
+	}
+	if !warns() {
+		t.Error("a target with one password warns of nothing")
+	}
+	file := filepath.Join(t.TempDir(), "key")
+	w.must("backup", "key", "export", "--target", "safe", "--out", file)
+	w.refused(5, "exists already", "backup", "key", "export", "--target", "safe", "--out", file)
+	if warns() {
+		t.Error("after the export, the target warns that one password opens it")
+	}
+	if st, err := os.Stat(file); err != nil || st.Mode().Perm() != 0o600 {
+		t.Errorf("the file: %v, %v", st.Mode(), err)
+	}
+	staleLocks(t, w, store)
+
+	text, err := os.ReadFile(file)
+	must(t, err)
+	lost := filepath.Join(t.TempDir(), "keys")
+	must(t, os.Rename(filepath.Join(store, "keys"), lost))
+	must(t, os.Mkdir(filepath.Join(store, "keys"), 0o700))
+	var steps []string // to read the backups, and to write the key file back
+	for line := range strings.Lines(string(text)) {
+		if line, is := strings.CutPrefix(line, "#   "); is {
+			steps = append(steps, strings.ReplaceAll(strings.TrimSpace(line), "THIS_FILE", file))
+		}
+	}
+	if len(steps) != 3 {
+		t.Fatalf("the file has the steps %q", steps)
+	}
+	restic(t, strings.Join([]string{"set -e", "unset RESTIC_PASSWORD", steps[2], steps[0], steps[1] + " >out",
+		"grep /volumes/v out"}, "\n"))
+	must(t, os.RemoveAll(filepath.Join(store, "keys")))
+	must(t, os.Rename(lost, filepath.Join(store, "keys")))
+	w.must("backup", "delete", "kept")
+	w.must("target", "delete", "safe")
+}
+
+// staleLocks: the lock of a killed restic is listed, stays while it may be in use, and is removed when stale.
+func staleLocks(t *testing.T, w *world, store string) {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), "restic", "-r", store, "--no-cache", "backup", "--stdin")
+	cmd.Env = append(os.Environ(), "RESTIC_PASSWORD="+backupPassword)
+	_, err := cmd.StdinPipe() // restic waits for it
+	must(t, err)
+	must(t, cmd.Start())
+	var locks []string
+	if !comes(func() bool { locks, err = filepath.Glob(filepath.Join(store, "locks", "*")); return len(locks) > 0 }) {
+		t.Error("restic makes no lock")
+	}
+	must(t, cmd.Process.Kill())
+	_ = cmd.Wait()
+	list := func(want string, args ...string) {
+		t.Helper()
+		if said := w.must(append([]string{"backup", "locks", "--target", "safe"}, args...)...); !strings.Contains(said, want) {
+			t.Errorf("the locks %v, want %q: %s", args, want, said)
+		}
+	}
+	list("0 stale locks removed", "--remove-stale")
+	list("restic")
+	old := time.Now().Add(-time.Hour)
+	must(t, os.Chtimes(locks[0], old, old))
+	list("yes")
+	list("1 stale lock removed", "--remove-stale")
+	if _, err := os.Stat(locks[0]); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the stale lock: %v", err)
+	}
 }

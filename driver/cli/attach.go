@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"os"
 	"strings"
 	"time"
 
@@ -15,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/filesystem"
+	"drover.io/drover/driver/cli/machine"
 )
 
 // getAttachment returns the workload's attachment of a volume, or nil.
@@ -42,8 +42,8 @@ func (a *app) volumeAttach() *cobra.Command {
 			}
 			began := time.Now()
 			if node == "" {
-				if node, err = thisNode(ctx, c); err != nil {
-					return err
+				if node, err = machine.Node(ctx, c); err != nil {
+					return explain(ctx, err)
 				}
 			}
 			att, err := attachVolume(ctx, c, left[0], node, readOnly, cmd.ErrOrStderr())
@@ -182,8 +182,8 @@ func detachVolume(ctx context.Context, c client.WithWatch, volume string, force 
 		if err := c.Patch(ctx, att, client.RawPatch(types.MergePatchType, patch)); err != nil {
 			return true, explain(ctx, err)
 		}
-	} else if here, err := isHere(ctx, c, att.Spec.Node); err != nil {
-		return true, err
+	} else if here, err := machine.Is(ctx, c, att.Spec.Node); err != nil {
+		return true, explain(ctx, err)
 	} else if here {
 		dirs, err := filesystem.DirsOf(att.Status.Device)
 		if err != nil {
@@ -199,20 +199,4 @@ func detachVolume(ctx context.Context, c client.WithWatch, volume string, force 
 		return true, explain(ctx, err)
 	}
 	return true, awaitGone(ctx, c, "attachment", att, func(t *api.Attachment) string { return t.Status.Message })
-}
-
-// isHere reports whether a node is this machine, so that the mount table of this machine counts.
-func isHere(ctx context.Context, c client.Client, node string) (bool, error) {
-	host, err := os.Hostname()
-	if err != nil {
-		return false, err
-	}
-	if strings.EqualFold(host, node) {
-		return true, nil
-	}
-	var list api.NodeList
-	if err := c.List(ctx, &list); err != nil {
-		return false, explain(ctx, err)
-	}
-	return len(list.Items) == 1 && list.Items[0].Name == node, nil
 }

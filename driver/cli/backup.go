@@ -25,7 +25,8 @@ import (
 func (a *app) backupCommand() *cobra.Command {
 	c := groupCommand("backup", "The content of volumes and images in a store outside of the cluster", "backups", "bak")
 	c.AddCommand(a.backupCreate(), a.backupCopy(), a.backupList(), a.backupShow(), a.backupRestore(), a.backupDelete(),
-		a.backupVolumes(), a.backupImages(), a.backupVerify(), a.backupMount(), a.backupUnmount())
+		a.backupVolumes(), a.backupImages(), a.backupVerify(), a.backupMount(), a.backupUnmount(), a.backupLocks(),
+		a.backupKey())
 	return c
 }
 

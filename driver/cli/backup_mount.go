@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/filesystem"
+	"drover.io/drover/driver/cli/machine"
 )
 
 func (a *app) backupMount() *cobra.Command {
@@ -94,8 +95,8 @@ func (m *backupMounting) check(ctx context.Context) (err error) {
 	case m.partition < 0:
 		return usagef("--partition %d: the first partition is 1", m.partition)
 	}
-	if m.node, err = thisNode(ctx, m.c); err != nil || m.deviceOnly {
-		return err
+	if m.node, err = machine.Node(ctx, m.c); err != nil || m.deviceOnly {
+		return explain(ctx, err)
 	}
 	if os.Geteuid() != 0 {
 		return api.Errorf(api.Denied, "mounting needs root: run this with sudo")
@@ -189,43 +190,11 @@ func (m *backupMounting) mount(ctx context.Context) (err error) {
 	if m.att, err = attachVolume(ctx, m.c, m.volume.Name, m.node, m.deviceOnly, m.remarks); err != nil || m.deviceOnly {
 		return err
 	}
-	device := m.att.Status.Device
-	if m.partition > 0 {
-		if device, err = filesystem.LoopPartition(ctx, device, m.partition); err != nil {
-			return err
-		}
+	if m.fs, err = filesystem.MountReadOnly(ctx, m.att.Status.Device, m.partition, m.dir); api.Is(err, api.Unsupported) {
+		err = api.Errorf(api.Unsupported, "backup %q: %w; or use the device itself with --device-only, or restore the "+
+			"backup with `drover backup restore`", api.BackupOfURL(m.volume.Spec.FromBackup), err)
 	}
-	if m.fs, err = filesystem.Detect(ctx, device); err != nil {
-		return err
-	}
-	if m.fs == "" {
-		return m.refuse(ctx, device)
-	}
-	if err := os.MkdirAll(m.dir, 0o755); err != nil {
-		return err
-	}
-	if err := filesystem.Mount(ctx, m.fs, device, m.dir, "ro,nosuid,nodev"); err != nil {
-		return err
-	}
-	if m.partition > 0 {
-		return filesystem.EndLoops(ctx, []string{device}) // with the mount
-	}
-	return nil
-}
-
-// refuse explains a device without a filesystem.
-func (m *backupMounting) refuse(ctx context.Context, device string) error {
-	table, err := filesystem.DetectPartitions(ctx, device)
-	if err != nil {
-		return err
-	}
-	name := api.BackupOfURL(m.volume.Spec.FromBackup)
-	if table != "" && m.partition == 0 {
-		return api.Errorf(api.Unsupported, "backup %q holds a disk with partitions (%s): name one with --partition", name,
-			table)
-	}
-	return api.Errorf(api.Unsupported, "backup %q holds no filesystem that could be mounted (%s was looked at): use the "+
-		"device with --device-only, or restore the backup with `drover backup restore`", name, device)
+	return err
 }
 
 func (a *app) backupUnmount() *cobra.Command {
@@ -242,9 +211,9 @@ func (a *app) backupUnmount() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			node, err := thisNode(ctx, c)
+			node, err := machine.Node(ctx, c)
 			if err != nil {
-				return err
+				return explain(ctx, err)
 			}
 			for _, name := range left {
 				found, err := findBackupMounts(ctx, c, node, name)
@@ -320,19 +289,11 @@ func removeBackupMount(ctx context.Context, c client.WithWatch, v *api.Volume) e
 	} else if err != nil {
 		return err
 	}
-	devices := filesystem.LostDevices(v.Status.UID)
-	if att != nil && att.Status.Device != "" {
-		devices = append(devices, att.Status.Device)
+	device := ""
+	if att != nil {
+		device = att.Status.Device
 	}
-	loops := filesystem.LoopsOn(devices...)
-	dirs, err := filesystem.DirsOf(append(devices, loops...)...)
-	if err != nil {
-		return err
-	}
-	if err := filesystem.Unmount(dirs); err != nil {
-		return err
-	}
-	if err := filesystem.EndLoops(ctx, filesystem.LoopsOn(devices...)); err != nil {
+	if err := filesystem.UnmountVolume(ctx, v.Status.UID, device); err != nil {
 		return err
 	}
 	if _, err := detachVolume(ctx, c, v.Name, true); err != nil && !api.Is(err, api.NotFound) {

@@ -22,6 +22,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
 	"drover.io/drover/driver/cli/localfile"
+	"drover.io/drover/driver/cli/machine"
 	"drover.io/drover/driver/cli/progress"
 	"drover.io/drover/driver/cli/upload"
 )
@@ -133,9 +134,9 @@ func (a *app) imageImport() *cobra.Command {
 				return err
 			}
 			defer file.Close()
-			local, err := onlyNode(ctx, c)
+			local, err := machine.IsOnlyNode(ctx, c)
 			if err != nil {
-				return err
+				return explain(ctx, err)
 			}
 			if !local {
 				return a.uploadImage(ctx, cmd, c, &f, file)
@@ -215,16 +216,6 @@ func (a *app) imageUpload() *cobra.Command {
 	}
 	f.addFlags(c, false)
 	return c
-}
-
-// onlyNode reports whether this machine is the only node, so that the node can open paths of this machine.
-func onlyNode(ctx context.Context, c client.Client) (bool, error) {
-	var list api.NodeList
-	if err := c.List(ctx, &list); err != nil {
-		return false, explain(ctx, err)
-	}
-	host, err := os.Hostname()
-	return err == nil && len(list.Items) == 1 && strings.EqualFold(list.Items[0].Name, host), err
 }
 
 func (a *app) uploadImage(ctx context.Context, cmd *cobra.Command, c client.WithWatch, f *imageFlags,

@@ -16,6 +16,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/filesystem"
+	"drover.io/drover/driver/cli/machine"
 )
 
 func (a *app) volumeMount() *cobra.Command {
@@ -69,8 +70,8 @@ func (m *mounting) mountVolume(ctx context.Context) (err error) {
 	if err := filesystem.CheckDir(m.dir); err != nil {
 		return err
 	}
-	if m.node, err = thisNode(ctx, m.c); err != nil {
-		return err
+	if m.node, err = machine.Node(ctx, m.c); err != nil {
+		return explain(ctx, err)
 	}
 	before, err := getAttachment(ctx, m.c, m.volume)
 	if err != nil {
@@ -181,9 +182,9 @@ func growMounted(ctx context.Context, c client.WithWatch, v *api.Volume) (string
 	if att == nil || err != nil {
 		return "", err
 	}
-	here, err := isHere(ctx, c, att.Spec.Node)
+	here, err := machine.Is(ctx, c, att.Spec.Node)
 	if !here || err != nil {
-		return "", err
+		return "", explain(ctx, err)
 	}
 	gone := api.Errorf(api.Busy, "volume %q was detached meanwhile", v.Name)
 	_, err = awaitObject(ctx, c, v.Name, gone, func(t *api.Attachment) (bool, error) {
@@ -239,22 +240,18 @@ func unmountVolume(ctx context.Context, c client.WithWatch, volume string, keep 
 	if err != nil {
 		return err
 	}
-	devices := filesystem.LostDevices(v.Status.UID)
+	device := ""
 	if att != nil {
-		here, err := isHere(ctx, c, att.Spec.Node)
+		here, err := machine.Is(ctx, c, att.Spec.Node)
 		if err != nil {
-			return err
+			return explain(ctx, err)
 		}
 		if !here {
 			return api.Errorf(api.InUse, "volume %q is attached to node %q: unmount it there", volume, att.Spec.Node)
 		}
-		devices = append(devices, att.Status.Device)
+		device = att.Status.Device
 	}
-	dirs, err := filesystem.DirsOf(devices...)
-	if err != nil {
-		return err
-	}
-	if err := filesystem.Unmount(dirs); err != nil {
+	if err := filesystem.UnmountVolume(ctx, v.Status.UID, device); err != nil {
 		return err
 	}
 	if keep || att == nil {

@@ -17,6 +17,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/machine"
 )
 
 func (a *app) nodeCommand() *cobra.Command {
@@ -78,8 +79,8 @@ func (a *app) nodeCommand() *cobra.Command {
 func nodeOf(ctx context.Context, c client.Client, name string) (*api.Node, error) {
 	if name == "" {
 		var err error
-		if name, err = thisNode(ctx, c); err != nil {
-			return nil, err
+		if name, err = machine.Node(ctx, c); err != nil {
+			return nil, explain(ctx, err)
 		}
 	}
 	var n api.Node

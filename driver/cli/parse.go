@@ -1,15 +1,12 @@
 package cli
 
 import (
-	"context"
-	"os"
 	"path"
 	"regexp"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/util/validation"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 )
@@ -76,30 +73,4 @@ func parseTags(s string) []string {
 		}
 	}
 	return out
-}
-
-// thisNode finds the Node of this machine: the node named like the host, or the only node.
-func thisNode(ctx context.Context, c client.Client) (string, error) {
-	var nodes api.NodeList
-	if err := c.List(ctx, &nodes); err != nil {
-		return "", explain(ctx, err)
-	}
-	host, err := os.Hostname()
-	if err != nil {
-		return "", err
-	}
-	var names []string
-	for _, n := range nodes.Items {
-		if strings.EqualFold(n.Name, host) {
-			return n.Name, nil
-		}
-		names = append(names, n.Name)
-	}
-	switch len(names) {
-	case 0:
-		return "", api.Errorf(api.Unavailable, "no node has registered yet: is `drover serve` ready?")
-	case 1:
-		return names[0], nil
-	}
-	return "", usagef("this machine (%s) is none of the nodes: name one with --node (%s)", host, strings.Join(names, ", "))
 }

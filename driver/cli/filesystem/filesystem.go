@@ -34,11 +34,6 @@ func Detect(ctx context.Context, device string) (string, error) {
 	return probe(ctx, device, "-u", "filesystem", "-s", "TYPE")
 }
 
-// DetectPartitions names the kind of the partition table on a device: gpt, dos; "": the device has none.
-func DetectPartitions(ctx context.Context, device string) (string, error) {
-	return probe(ctx, device, "-s", "PTTYPE")
-}
-
 // probe asks blkid for a value; unknown content is "".
 func probe(ctx context.Context, device string, question ...string) (string, error) {
 	argv := append(append([]string{"-p", "-o", "value"}, question...), device)
@@ -145,8 +140,66 @@ func Mount(ctx context.Context, fs, device, dir, options string) error {
 	return err
 }
 
-// Unmount unmounts folders, the last one first, because later mounts may lie below earlier mounts.
-func Unmount(dirs []string) error {
+// MountReadOnly mounts the filesystem of a device, or of a partition of the device, at a folder, which it makes if
+// necessary. The device is writable, because filesystems recover from a power cut only then, and show damaged folders
+// without recovery. A device without a filesystem is an error of kind Unsupported.
+func MountReadOnly(ctx context.Context, device string, partition int, dir string) (fs string, err error) {
+	on := device
+	if partition > 0 {
+		if on, err = loopPartition(ctx, device, partition); err != nil {
+			return "", err
+		}
+		defer func() { err = errors.Join(err, endLoops(ctx, []string{on})) }() // at once, or with the mount
+	}
+	if fs, err = Detect(ctx, on); err != nil {
+		return "", err
+	}
+	if fs == "" {
+		return "", explainContent(ctx, on, partition)
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", err
+	}
+	return fs, Mount(ctx, fs, on, dir, "ro,nosuid,nodev")
+}
+
+// explainContent is the error of a device without a filesystem.
+func explainContent(ctx context.Context, device string, partition int) error {
+	table, err := probe(ctx, device, "-s", "PTTYPE")
+	switch {
+	case err != nil:
+		return err
+	case table != "" && partition == 0:
+		return api.Errorf(api.Unsupported, "%s has partitions (%s): name one with --partition", device, table)
+	case partition > 0:
+		return api.Errorf(api.Unsupported, "partition %d has no filesystem that could be mounted", partition)
+	}
+	return api.Errorf(api.Unsupported, "%s has no filesystem that could be mounted", device)
+}
+
+// UnmountVolume unmounts a volume, its partitions too, from all folders of this machine. device is that of its
+// attachment; empty: none.
+func UnmountVolume(ctx context.Context, volume api.UID, device string) error {
+	devices := lostDevices(volume)
+	if device != "" {
+		devices = append(devices, device)
+	}
+	dirs, err := DirsOf(append(devices, loopsOn(devices)...)...)
+	if err != nil {
+		return err
+	}
+	if err := unmount(dirs); err != nil {
+		return err
+	}
+	err = endLoops(ctx, loopsOn(devices)) // of an interrupted mount; the others end with their mounts
+	if len(loopsOn(devices)) == 0 {
+		return nil
+	}
+	return err
+}
+
+// unmount unmounts folders, the last one first, because later mounts may lie below earlier mounts.
+func unmount(dirs []string) error {
 	for _, dir := range slices.Backward(dirs) {
 		if err := unix.Unmount(dir, unix.UMOUNT_NOFOLLOW); err != nil {
 			if errors.Is(err, unix.EBUSY) {

@@ -12,9 +12,9 @@ import (
 	"drover.io/drover/api"
 )
 
-// LoopPartition makes a loop device of a partition of a device, because the kernel does not look for partitions on
-// every device. The loop device ends with its last mount, or with EndLoops.
-func LoopPartition(ctx context.Context, device string, number int) (loop string, err error) {
+// loopPartition makes a loop device of a partition of a device, because the kernel does not look for partitions on
+// every device. The loop device ends with its last mount, or with endLoops.
+func loopPartition(ctx context.Context, device string, number int) (loop string, err error) {
 	out, err := runTool(ctx, "partx", "--raw", "--noheadings", "--output", "NR,START,SECTORS", device)
 	if err != nil {
 		return "", fmt.Errorf("%s has no partitions: %w", device, err)
@@ -45,8 +45,8 @@ func LoopPartition(ctx context.Context, device string, number int) (loop string,
 		strings.Join(known, ", "))
 }
 
-// EndLoops ends loop devices, at once or with their last mount.
-func EndLoops(ctx context.Context, loops []string) error {
+// endLoops ends loop devices, at once or with their last mount.
+func endLoops(ctx context.Context, loops []string) error {
 	if len(loops) == 0 {
 		return nil
 	}
@@ -54,15 +54,15 @@ func EndLoops(ctx context.Context, loops []string) error {
 	return err
 }
 
-// LoopsOn returns the loop devices that were made on devices.
-func LoopsOn(devices ...string) []string {
+// loopsOn returns the loop devices that were made on devices.
+func loopsOn(devices []string) []string {
 	return loopsWhere(func(file string) bool { return slices.Contains(devices, file) })
 }
 
-// LostDevices returns the loop devices of this machine on a volume's file, by the data process's name of the file:
-// drover-UID.MARK, without the mark from older versions. Beside the attachment's device, LostDevices returns devices
+// lostDevices returns the loop devices of this machine on a volume's file, by the data process's name of the file:
+// drover-UID.MARK, without the mark from older versions. Beside the attachment's device, lostDevices returns devices
 // that lost all processes of Drover: such devices may still be mounted, and only return errors.
-func LostDevices(volume api.UID) []string {
+func lostDevices(volume api.UID) []string {
 	return loopsWhere(func(file string) bool {
 		name, _, _ := strings.Cut(filepath.Base(file), ".")
 		return volume != "" && name == "drover-"+string(volume)
