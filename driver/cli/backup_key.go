@@ -36,7 +36,7 @@ func (a *app) backupKeyExport() *cobra.Command {
 		Long: "Writes a new file with the store's URL, a recovery password, and a key file that opens with this password,\n" +
 			"although the password of the target, or the key files in the store, are lost. The recovery password is\n" +
 			api.SecretRecoveryPassword + " of the target's Secret; the command adds a random one to a Secret without.\n" +
-			"Keep the file outside of the cluster: whoever has the file and the store can read and delete all backups.",
+			"Keep the file outside of the cluster: everybody with the file and the store can read and delete all backups.",
 		Example: "  drover backup key export\n  drover backup key export --target offsite --out /media/usb/offsite-key",
 		Args:    checkArgs(cobra.NoArgs),
 		RunE: func(cmd *cobra.Command, _ []string) error {

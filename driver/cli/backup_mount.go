@@ -22,8 +22,8 @@ func (a *app) backupMount() *cobra.Command {
 	image := false
 	c := &cobra.Command{
 		Use: "mount BACKUP [DIR]", Short: "Show the files of a backup in a folder of this machine, at once",
-		Long: "Mounts the filesystem of a backup read-only at a folder of this machine, whatever the size of the backup: what\n" +
-			"is read is fetched, and nothing else. For this purpose Drover makes a volume of the backup, which\n" +
+		Long: "Mounts the filesystem of a backup read-only at a folder of this machine, whatever the size of the backup:\n" +
+			"Drover fetches the chunks that are read, and nothing else. For this purpose Drover makes a volume of the backup, which\n" +
 			"`drover backup unmount` deletes. The filesystem is as after a power cut, and recovers in this volume; the\n" +
 			"backup stays as it is. A disk with partitions needs --partition.",
 		Example: "  drover backup mount db-friday /mnt/friday\n  drover backup mount vm-friday /mnt/friday --partition 1\n" +
@@ -85,7 +85,7 @@ type backupMounting struct {
 	fs     string
 }
 
-// check checks what needs no backup.
+// check refuses flags, folders and users before the command looks for a backup.
 func (m *backupMounting) check(ctx context.Context) (err error) {
 	switch {
 	case m.deviceOnly && (m.dir != "" || m.partition != 0):
@@ -200,8 +200,8 @@ func (m *backupMounting) mount(ctx context.Context) (err error) {
 func (a *app) backupUnmount() *cobra.Command {
 	return &cobra.Command{
 		Use: "unmount DIR|BACKUP...", Short: "End the mounts of a backup on this machine", Aliases: []string{"umount"},
-		Long: "Unmounts what `drover backup mount` mounted at a folder, or all mounts of a backup on this machine, and deletes\n" +
-			"the volume of the mount; also after an interrupted mount, and after a restart of the machine.",
+		Long: "Unmounts a folder of `drover backup mount`, or all mounts of a backup on this machine, and deletes the volume of\n" +
+			"each mount; also after an interrupted mount, and after a restart of the machine.",
 		Example: "  drover backup unmount /mnt/friday\n  drover backup unmount db-friday",
 		Args:    checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(backups, false),
 		RunE: func(cmd *cobra.Command, left []string) error {

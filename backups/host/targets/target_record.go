@@ -169,8 +169,9 @@ func applyKeys(t *api.BackupTarget, v *visitResult) {
 	reason, message := api.ReasonKeysSuffice, ""
 	if v.encrypted && v.keyFiles == 1 {
 		reason = api.ReasonOneKey
-		message = fmt.Sprintf("one password opens the repository, and without it the backups are lost; add %s to the "+
-			"Secret, and keep it outside of the cluster", api.SecretRecoveryPassword)
+		message = fmt.Sprintf("one password opens the repository, and without it the backups are lost; run `drover backup "+
+			"key export --target %s`, or add %s to the Secret, and keep it outside of the cluster", t.Name,
+			api.SecretRecoveryPassword)
 	}
 	api.SetCondition(&t.Status.Conditions, t.Generation, api.ConditionNoRecoveryKey, message != "", reason, message)
 }

@@ -1,4 +1,4 @@
-// Package localfile reads and writes the files of this machine that users name in commands. Errors name files, lines and
+// Package localfile reads and writes the files of this machine named in commands. Errors name files, lines and
 // keys, and never print a secret. The package starts no goroutines.
 package localfile
 
@@ -14,7 +14,7 @@ import (
 	"drover.io/drover/api"
 )
 
-// secretKeys are the keys that a file of credentials may have, besides longKeys.
+// secretKeys are the possible keys in a file of credentials, besides longKeys.
 var secretKeys = []string{api.SecretAccessKey, api.SecretSecretKey, api.SecretSessionToken, api.SecretEndpoints,
 	api.SecretVirtualHost, api.SecretHTTPProxy, api.SecretHTTPSProxy, api.SecretNoProxy, api.SecretRole,
 	api.SecretAzureAccount, api.SecretAzureKey, api.SecretAzureEndpoint, api.SecretCIFSUser, api.SecretCIFSPassword,
@@ -81,7 +81,7 @@ func ReadSecret(path string) ([]byte, error) {
 	return text, nil
 }
 
-// ParseCredentials reads the lines KEY=VALUE of a file. Empty lines and lines that begin with # are skipped.
+// ParseCredentials reads the lines KEY=VALUE of a file. Empty lines and comments (#) are skipped.
 func ParseCredentials(path string, text []byte) (map[string][]byte, error) {
 	values := map[string][]byte{}
 	for i, line := range strings.Split(string(text), "\n") {
@@ -117,7 +117,7 @@ func ParseCredentials(path string, text []byte) (map[string][]byte, error) {
 	return values, nil
 }
 
-// WriteSecret writes a new file that its owner alone may read, durably. An existing file stays as it is.
+// WriteSecret writes a new file, durably, for the eyes of its owner alone. An existing file stays as it is.
 func WriteSecret(path string, content []byte) (err error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if errors.Is(err, os.ErrExist) {
@@ -130,7 +130,7 @@ func WriteSecret(path string, content []byte) (err error) {
 	if err == nil {
 		err = syncFolder(filepath.Dir(path))
 	}
-	if err != nil { // a part of a secret helps nobody
+	if err != nil { // a part of a secret is of no help
 		return failure("file", path, errors.Join(err, os.Remove(path)))
 	}
 	return nil

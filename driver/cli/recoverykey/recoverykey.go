@@ -45,7 +45,7 @@ func (k *Key) Text() []byte {
 		keyPath = path.Join(place, keyPath)
 	}
 	return fmt.Appendf(nil, `# Recovery key of the backups in target %q of Drover, written on %s.
-# Whoever has this file and the store can read and delete all backups in it.
+# Everybody with this file and the store can read and delete all backups in it.
 # Keep the file outside of the cluster, and not in the store.
 #
 # To read the backups, install restic 0.14 or later, and give it the password below:
