@@ -28,7 +28,13 @@ func (a *app) backupMount() *cobra.Command {
 			"backup stays as it is. A disk with partitions needs --partition.",
 		Example: "  drover backup mount db-friday /mnt/friday\n  drover backup mount vm-friday /mnt/friday --partition 1\n" +
 			"  drover backup mount raw-friday --device-only\n  drover backup unmount /mnt/friday",
-		Args: checkArgs(cobra.RangeArgs(1, 2)), ValidArgsFunction: a.completeNames(backups, true),
+		Args: checkArgs(cobra.RangeArgs(1, 2)),
+		ValidArgsFunction: func(cmd *cobra.Command, got []string, prefix string) ([]string, cobra.ShellCompDirective) {
+			if len(got) == 1 {
+				return nil, cobra.ShellCompDirectiveFilterDirs
+			}
+			return a.completeNames(backups, true)(cmd, got, prefix)
+		},
 		RunE: func(cmd *cobra.Command, left []string) error {
 			ctx, done := a.withTimeout(cmd)
 			defer done()
