@@ -24,6 +24,7 @@ func TestBackupMountStories(t *testing.T) {
 	tell(t,
 		story{"a file out of a backup", fileOutOfABackup},
 		story{"a partition out of a backup", partitionOutOfABackup},
+		story{"a file out of the backup of an image", fileOutOfAnImage},
 		story{"a killed mount is cleaned up", killedMount},
 		story{"a recovery key opens a store without keys", recoveryKey})
 }
@@ -181,6 +182,29 @@ func partitionOutOfABackup(t *testing.T, w *world) {
 	w.unmounted(t, dir)
 	w.must("backup", "delete", "parts")
 	w.must("target", "delete", "default")
+}
+
+// fileOutOfAnImage: the backup of an image is mounted as that of a volume is, while the image is gone.
+func fileOutOfAnImage(t *testing.T, w *world) {
+	w.makeTarget(t, "images")
+	tree := t.TempDir()
+	must(t, os.WriteFile(filepath.Join(tree, "note"), []byte("hello"), 0o644))
+	raw := w.path("note.raw")
+	if out, err := exec.CommandContext(t.Context(), "mkfs.ext4", "-q", "-F", "-d", tree, raw, "20481k").CombinedOutput(); err != nil {
+		t.Fatalf("mkfs.ext4: %v: %s", err, out)
+	}
+	w.must("image", "upload", raw, "--name", "noted")
+	w.must("image", "backup", "noted", "--name", "noted-friday", "--target", "images")
+	w.must("image", "delete", "noted")
+	dir := t.TempDir()
+	w.must("backup", "mount", "noted-friday", dir, "--image")
+	if note, err := os.ReadFile(filepath.Join(dir, "note")); err != nil || string(note) != "hello" {
+		t.Errorf("the note is %q: %v", note, err)
+	}
+	w.must("backup", "unmount", dir)
+	w.unmounted(t, dir)
+	w.must("backup", "delete", "--image", "noted-friday")
+	w.must("target", "delete", "images")
 }
 
 // killedMount: whenever the command and everything else is killed, `backup unmount` finds what is left by the name of
