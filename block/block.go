@@ -275,6 +275,16 @@ type CheckpointWriter interface {
 	io.ReaderAt
 }
 
+// ChunkAdopter is a Sink that may hold bytes of an earlier process, whose chunks count again if their digests say so.
+type ChunkAdopter interface {
+	Sink
+	// AdoptChunks reads what the disk has of each chunk. A chunk that matches its digest counts as written, and
+	// adopted is called with its number, from several goroutines; every other chunk becomes a hole. No other call may be
+	// in progress.
+	AdoptChunks(ctx context.Context, digestOf func(chunk int64) (digest [32]byte, known bool),
+		adopted func(chunk int64)) error
+}
+
 // Scratch is room for data that the layer cannot take yet.
 type Scratch interface {
 	io.ReaderAt

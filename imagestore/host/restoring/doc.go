@@ -3,7 +3,8 @@
 //
 // A Layer opens its backup, and learns the layer's map, digests and root digest before any data. A chunk comes from the
 // cache, from the layer in the making, or from the backup. Reads of one chunk share one fetch. Reads in order fetch the
-// next chunks ahead. The restore gives way to reads. After the restore, the layer of the disk answers.
+// next chunks ahead. The restore gives way to reads, and begins with the chunks that an earlier process left on the disk.
+// After the restore, the layer of the disk answers.
 //
 // Invariants: a chunk that the package serves matches its digest. Reads fail while the backup is out of reach, and
 // their callers ask again; the package opens the backup again, after pauses that grow. A damaged chunk fails alone. The

@@ -70,6 +70,9 @@ func (f *Fill) Restore(ctx context.Context, sink block.Sink) (err error) {
 	s := &fillSink{Sink: sink, l: l, size: size}
 	l.beginFill(s, size)
 	defer func() { l.endFill(err == nil) }()
+	if err := l.adopt(ctx, sink); err != nil {
+		return err
+	}
 	moved := time.Now() // the last progress
 	for {
 		before := s.written()
@@ -147,6 +150,27 @@ func (l *Layer) beginFill(s *fillSink, size int64) {
 	defer l.mu.Unlock()
 	l.filled, l.whole = newFilledChunks(size), false
 	l.part, _ = s.Sink.(io.ReaderAt)
+}
+
+// adopt takes the chunks over that an earlier restore has written. A layer without a plan has no digests to compare.
+func (l *Layer) adopt(ctx context.Context, sink block.Sink) error {
+	a, ok := sink.(block.ChunkAdopter)
+	if !ok {
+		return nil
+	}
+	l.mu.Lock()
+	p := l.plan
+	l.mu.Unlock()
+	return a.AdoptChunks(ctx, func(c int64) (digest [32]byte, known bool) {
+		if p == nil || !p.isData(c) {
+			return digest, false
+		}
+		return p.digest(c), true
+	}, func(c int64) {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.filled.set(c)
+	})
 }
 
 // endFill ends the reads of the layer in the making, before the importer seals or removes the layer.

@@ -80,11 +80,14 @@ func (p *plan) isData(c int64) bool { return p.data[c/64]>>(c%64)&1 == 1 }
 // length is the length of a chunk of the layer.
 func (p *plan) length(c int64) int64 { return min(block.ChunkSize, p.size-c*block.ChunkSize) }
 
-// matches reports whether bytes are those of a chunk.
-func (p *plan) matches(c int64, b []byte) bool {
+// digest is the digest of a chunk with data.
+func (p *plan) digest(c int64) [sumSize]byte {
 	header := int64(len(p.file)) - (p.size+block.ChunkSize-1)/block.ChunkSize*sumSize
-	return sha256.Sum256(b) == [32]byte(p.file[header+c*sumSize:])
+	return [sumSize]byte(p.file[header+c*sumSize:])
 }
+
+// matches reports whether bytes are those of a chunk.
+func (p *plan) matches(c int64, b []byte) bool { return sha256.Sum256(b) == p.digest(c) }
 
 // extent is the extent of one kind from off on.
 func (p *plan) extent(off int64) block.Extent {
@@ -120,11 +123,16 @@ func (f *filledChunks) add(size, off, n int64) {
 		c := off / block.ChunkSize
 		next := min((c+1)*block.ChunkSize, end)
 		if f.part[c] += next - off; f.part[c] >= min(block.ChunkSize, size-c*block.ChunkSize) {
-			delete(f.part, c)
-			f.whole[c/64] |= 1 << (c % 64)
+			f.set(c)
 		}
 		off = next
 	}
+}
+
+// set adds a whole chunk.
+func (f *filledChunks) set(c int64) {
+	delete(f.part, c)
+	f.whole[c/64] |= 1 << (c % 64)
 }
 
 // reset forgets chunks that are not whole: a restore that continues writes them again.

@@ -4,7 +4,10 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"errors"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -161,6 +164,7 @@ type world struct {
 	disk *stack.Disk
 	spec importer.Spec
 	l    *Layer
+	end  func() // of the process
 }
 
 func newDisk(t *testing.T) *stack.Disk {
@@ -173,16 +177,20 @@ func newDisk(t *testing.T) *stack.Disk {
 
 func newWorld(t *testing.T, s *store) *world {
 	t.Helper()
-	w := &world{store: s, t: t, disk: newDisk(t),
-		set:  NewSet(Options{PauseMin: time.Millisecond, PauseMax: 5 * time.Millisecond}),
-		spec: importer.Spec{UID: api.NewUID(), Name: "golden", Layers: []api.UID{api.NewUID()}}}
+	return worldOn(t, s, newDisk(t), importer.Spec{UID: api.NewUID(), Name: "golden", Layers: []api.UID{api.NewUID()}})
+}
+
+func worldOn(t *testing.T, s *store, on *stack.Disk, spec importer.Spec) *world {
+	t.Helper()
+	w := &world{store: s, t: t, disk: on, spec: spec,
+		set: NewSet(Options{PauseMin: time.Millisecond, PauseMax: 5 * time.Millisecond})}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
 		_ = w.set.Start(ctx)
 	}()
-	t.Cleanup(func() {
+	w.end = sync.OnceFunc(func() {
 		cancel()
 		<-ended
 		s.change(func() {
@@ -191,6 +199,7 @@ func newWorld(t *testing.T, s *store) *world {
 			}
 		})
 	})
+	t.Cleanup(w.end)
 	w.l = w.set.Add(w.disk, w.uid(), s.open)
 	return w
 }
@@ -349,6 +358,76 @@ func TestChunkIsFetchedOnce(t *testing.T) {
 	must(t, <-ended)
 	for c := range int64(12) {
 		w.compare(src, c)
+	}
+}
+
+// TestCutRestoreContinues: the restore of another process writes the chunks that the layer lacks, and those whose bytes
+// on the disk changed. A chunk that the backup does not have is no part of the layer.
+func TestCutRestoreContinues(t *testing.T) {
+	t.Parallel()
+	s := newStore(8*chunk + 512)
+	clear(s.content[3*chunk : 4*chunk])
+	for c := range int64(8) { // a restore does not write blocks of zeros: it needs holes there
+		clear(s.content[c*chunk+5*block.Size:][:block.Size])
+	}
+	w := newWorld(t, s)
+	root := w.plan()
+	w.hold = make(chan struct{})
+	ctx, cut := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := importer.Restore(ctx, w.disk, w.spec, w.l.Fill(false), nil, &importer.Progress{})
+		ended <- err
+	}()
+	for range 5 {
+		w.hold <- struct{}{}
+	}
+	cut()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Fatalf("the restore that is cut ends with %v", err)
+	}
+	damaged := int64(-1)
+	for c := range int64(8) {
+		if w.written[c] > 0 {
+			damaged = c
+		}
+	}
+	data, err := os.OpenFile(filepath.Join(w.disk.Root, "layers", w.uid(), "data"), os.O_RDWR, 0)
+	must(t, err)
+	for _, off := range []int64{damaged*chunk + 5*block.Size, 3*chunk + 7*block.Size} {
+		_, err = data.WriteAt([]byte("other bytes"), off)
+		must(t, err)
+	}
+	must(t, errors.Join(data.Sync(), data.Close()))
+	must(t, w.disk.Collect(t.Context(), 0))
+
+	w.end()
+	w.hold = nil
+	next := worldOn(t, s, w.disk, w.spec)
+	next.plan()
+	got, err := next.restore(next.l.Fill(false))
+	must(t, err)
+	for c := range int64(9) {
+		want := 1
+		switch c {
+		case 3:
+			want = 0
+		case damaged:
+			want = 2
+		case 8: // behind the last whole chunk, which a checkpoint ends with
+			want = min(2, 1+w.written[c]/2)
+		}
+		if s.written[c] != want {
+			t.Errorf("chunk %d was written %d times, want %d", c, s.written[c], want)
+		}
+	}
+	if got.Digest != root {
+		t.Errorf("the layer has the root %s, want %s", got.Digest, root)
+	}
+	must(t, w.disk.Verify(t.Context(), w.uid()))
+	src := next.source()
+	for c := range int64(9) {
+		next.compare(src, c)
 	}
 }
 
