@@ -13,7 +13,8 @@ type RestoreStatus struct {
 	// State is completed when every replica has all data; failed: the message says why, and the restore is tried again.
 	State CloneState `json:"state,omitempty"`
 	// Backup is the name of the backup in its target.
-	Backup   string `json:"backup,omitempty"`
+	Backup string `json:"backup,omitempty"`
+	// Message says why the restore failed or waits; or of a completed one, which chunks of the backup are zeros.
 	Message  string `json:"message,omitempty"`
 	Progress int32  `json:"progress,omitempty"` // percent
 	// BackingImage is the hidden image that brings the data; empty: the volume needs none any more.

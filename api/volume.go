@@ -81,6 +81,8 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="has(self.dataSource) == has(oldSelf.dataSource) && (!has(self.dataSource) || self.dataSource == oldSelf.dataSource)",message="dataSource cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.cloneMode) == has(oldSelf.cloneMode) && (!has(self.cloneMode) || self.cloneMode == oldSelf.cloneMode)",message="cloneMode cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.fromBackup) == has(oldSelf.fromBackup) && (!has(self.fromBackup) || self.fromBackup == oldSelf.fromBackup)",message="fromBackup cannot change"
+// +kubebuilder:validation:XValidation:rule="(has(self.allowDamaged) && self.allowDamaged) == (has(oldSelf.allowDamaged) && oldSelf.allowDamaged)",message="allowDamaged cannot change"
+// +kubebuilder:validation:XValidation:rule="!has(self.allowDamaged) || !self.allowDamaged || has(self.fromBackup)",message="allowDamaged needs fromBackup"
 // +kubebuilder:validation:XValidation:rule="!has(self.fromBackup) || (!has(self.dataSource) || size(self.dataSource) == 0) && (!has(self.backingImage) || size(self.backingImage) == 0)",message="a volume begins with one of fromBackup, dataSource and backingImage"
 // +kubebuilder:validation:XValidation:rule="!has(self.dataLocality) || self.dataLocality != 'strict-local' || !has(self.numberOfReplicas) || self.numberOfReplicas == 1",message="a volume with dataLocality strict-local has one replica: set numberOfReplicas to 1, or choose best-effort"
 type VolumeSpec struct {
@@ -106,6 +108,9 @@ type VolumeSpec struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=2048
 	FromBackup string `json:"fromBackup,omitempty"`
+	// AllowDamaged begins the volume with zeros in place of chunks of the backup that its store damaged or lost;
+	// restoreStatus lists them. The volume can be used when the whole backup has been restored.
+	AllowDamaged bool `json:"allowDamaged,omitempty"`
 	// RevertTo asks, once, to replace the content of the detached volume with the content of a snapshot.
 	RevertTo *RevertWish `json:"revertTo,omitempty"`
 	// Salvage asks, once, to continue with the content of a single replica when no member is left. Writes that only other

@@ -368,7 +368,8 @@ func TestDamagedBackup(t *testing.T) {
 	if m := img.Status.Message; !strings.Contains(m, "0 (offset 0)") || !strings.Contains(m, "allow-damaged") {
 		t.Errorf("the message is %q", m)
 	}
-	if c := w.copies("golden"); img.CanRead() || len(c) != 1 || !c[0].Status.Readable {
+	if c := w.copies("golden"); img.CanRead() || len(c) != 1 || !c[0].Status.Readable ||
+		c[0].Status.Digest == "" || c[0].Status.VirtualSize != int64(len(body)) {
 		t.Errorf("volumes of before cannot read the image, or new ones can: %+v", c)
 	}
 	params = map[string]string{api.RestoreBackupURL: backupURL, api.RestoreAllowDamaged: "true"}

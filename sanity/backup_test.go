@@ -3,6 +3,7 @@ package sanity_test
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"io/fs"
 	"math/rand/v2"
 	"os"
@@ -24,6 +25,7 @@ func TestBackupStories(t *testing.T) {
 	tell(t,
 		story{"restic reads what Drover backed up", resticReadsBackups},
 		story{"a backup survives kill -9", killedBackup},
+		story{"a damaged backup is restored with zeros", damagedBackup},
 		story{"an image travels with its volume", imageTravels})
 }
 
@@ -324,6 +326,95 @@ func killedBackup(t *testing.T, w *world) {
 	w.must("backup", "delete", "killed")
 	do(t, a.remove)
 	w.must("target", "delete", "offsite")
+}
+
+// damagedBackup: the store damaged a chunk. A volume of the backup says which chunk, and what to do; with --allow-damaged
+// it has zeros there, the other bytes of the backup, and the list.
+func damagedBackup(t *testing.T, w *world) {
+	store := w.makeTarget(t, "rotten")
+	a, err := w.create("sound", 32*mib, blockCap())
+	must(t, err)
+	must(t, a.up())
+	d := openDevice(t, a, 32*mib)
+	d.write(0, 24*mib)
+	must(t, d.f.Close())
+	w.must("backup", "create", "sound", "--name", "rotten", "--target", "rotten")
+	do(t, a.down, a.remove)
+	damageLargestFile(t, filepath.Join(store, "data"))
+
+	v := api.Volume{Spec: api.VolumeSpec{Size: 32 * mib, FromBackup: w.backup("rotten").Status.URL}}
+	v.Name = "fails"
+	must(t, w.objects.Create(t.Context(), &v))
+	if !comes(func() bool {
+		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "fails"}, &v))
+		return v.Status.RestoreStatus != nil && v.Status.RestoreStatus.State == api.CloneFailed
+	}) {
+		w.fatal("the restore of a damaged backup does not fail: %+v", v.Status.RestoreStatus)
+	}
+	text := w.must("volume", "show", "fails")
+	if !strings.Contains(text, "1 chunk of the backup") || !strings.Contains(text, "(offset ") ||
+		!strings.Contains(text, "--allow-damaged") {
+		t.Errorf("the volume names no chunk, or no remedy: %s", text)
+	}
+	w.must("volume", "delete", "fails")
+
+	w.must("backup", "restore", "rotten", "--name", "holed", "--allow-damaged")
+	if !comes(func() bool {
+		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "holed"}, &v))
+		return v.Status.RestoreStatus.State == api.CloneCompleted
+	}) {
+		t.Errorf("the restore does not end: %+v", v.Status.RestoreStatus)
+	}
+	w.must("volume", "attach", "holed")
+	var att api.Attachment
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "holed"}, &att))
+	got, err := os.ReadFile(att.Status.Device)
+	must(t, err)
+	var zeros int64
+	for off := int64(0); off < 24*mib; off += 2 * mib {
+		if !bytes.Equal(got[off:off+2*mib], d.want[off:off+2*mib]) {
+			zeros++
+			clear(d.want[off : off+2*mib])
+			if want := fmt.Sprintf("%d (offset %d)", off/(2*mib), off); !strings.Contains(v.Status.RestoreStatus.Message, want) {
+				t.Errorf("the status does not list chunk %s: %+v", want, v.Status.RestoreStatus)
+			}
+		}
+	}
+	if zeros != 1 {
+		t.Errorf("%d chunks are not the backup's", zeros)
+	}
+	compareWithDevice(t, &pod{target: att.Status.Device}, d.want)
+	w.must("volume", "detach", "holed")
+	w.must("volume", "delete", "holed")
+	w.must("backup", "delete", "rotten")
+	w.must("target", "delete", "rotten")
+}
+
+// damageLargestFile changes a byte in the middle of the largest file below a folder.
+func damageLargestFile(t *testing.T, dir string) {
+	t.Helper()
+	var path string
+	var size int64
+	must(t, filepath.WalkDir(dir, func(p string, e fs.DirEntry, err error) error {
+		if err != nil || e.IsDir() {
+			return err
+		}
+		info, err := e.Info()
+		if err == nil && info.Size() > size {
+			path, size = p, info.Size()
+		}
+		return err
+	}))
+	must(t, os.Chmod(path, 0o600))
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	must(t, err)
+	b := make([]byte, 1)
+	_, err = f.ReadAt(b, size/2)
+	must(t, err)
+	b[0] ^= 1
+	_, err = f.WriteAt(b, size/2)
+	must(t, err)
+	must(t, f.Close())
 }
 
 // imageTravels: the backup of a volume takes its image along, and uploads the image's chunks once. The image, deleted

@@ -17,6 +17,7 @@ func (a *app) backupRestore() *cobra.Command {
 		Use: "restore BACKUP", Short: "Make a volume with the content of a backup",
 		Long: "Makes a volume with the content of a backup, which may be one of another cluster. The volume of the backup\n" +
 			"stays as it is. The new volume needs the backup until `drover volume show` says that the restore is completed.\n" +
+			"With --allow-damaged the volume can be used when the whole backup has been restored.\n" +
 			"Labels, number of replicas, selectors and the like are those of the volume when the backup was made\n" +
 			"(`drover backup show`); each flag replaces one of them, and --defaults all.",
 		Example: "  drover backup restore db-friday\n  drover backup restore db-friday --name db-again --replicas 2\n" +
@@ -49,6 +50,8 @@ func (a *app) backupRestore() *cobra.Command {
 	}
 	c.Flags().StringVar(&f.volume.Name, "name", "", "name of the volume (default: the backup's)")
 	c.Flags().StringVar(&f.size, "size", "", "size: 10Gi, 500Mi (default: the backup's)")
+	c.Flags().BoolVar(&f.volume.Spec.AllowDamaged, "allow-damaged", false,
+		"restore zeros in place of chunks that the store damaged or lost")
 	f.addShared(c)
 	f.addRestore(c)
 	return c

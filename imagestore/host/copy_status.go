@@ -51,7 +51,10 @@ func (n *copyReconciler) setDamaged(c *api.ImageCopy, t api.SourceType, st *api.
 // setFailed is the status of a failed copy; setFailed returns the time until the next try.
 func (n *copyReconciler) setFailed(c *api.ImageCopy, st *api.ImageCopyStatus, err error, retry bool) time.Duration {
 	st.State, st.Message, st.Notice, st.Progress, st.UploadURL = api.ImageFailed, err.Error(), "", 0, ""
-	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = "", 0, 0, "", ""
+	st.Format, st.Size, st.Checksum = "", 0, ""
+	if st.Readable = st.Readable && c.Spec.From == ""; !st.Readable { // a readable copy is still served: serveFailed
+		st.VirtualSize, st.Digest = 0, ""
+	}
 	st.Attempts++
 	st.TriedFrom = c.Spec.From
 	st.NextTry = metav1.Time{}

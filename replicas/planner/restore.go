@@ -82,13 +82,16 @@ func (p *volumeReconciler) createRestoreImage(ctx context.Context, v *api.Volume
 	if err != nil {
 		return err
 	}
+	params := map[string]string{api.RestoreBackupURL: v.Spec.FromBackup}
+	if v.Spec.AllowDamaged {
+		params[api.RestoreAllowDamaged] = "true"
+	}
 	*img = api.BackingImage{
 		ObjectMeta: metav1.ObjectMeta{Name: v.RestoreImage(), Finalizers: []string{api.Finalizer},
 			Labels:      map[string]string{api.LabelHidden: api.LabelValue(v.Name)},
 			Annotations: map[string]string{api.AnnotationPrefer: s.node}},
 		Spec: api.BackingImageSpec{SourceType: api.SourceRestore, MinNumberOfCopies: 1,
-			SourceParameters: map[string]string{api.RestoreBackupURL: v.Spec.FromBackup},
-			NodeSelector:     v.Spec.NodeSelector, DiskSelector: v.Spec.DiskSelector},
+			SourceParameters: params, NodeSelector: v.Spec.NodeSelector, DiskSelector: v.Spec.DiskSelector},
 	}
 	if v.Labels[api.LabelBackupMount] != "" {
 		img.Spec.SourceParameters[api.RestoreOnDemand] = "true"
@@ -140,11 +143,37 @@ func (p *volumeReconciler) finishRestore(ctx context.Context, v *api.Volume, min
 			return err
 		}
 	}
-	v.Status.RestoreStatus = &api.RestoreStatus{State: api.CloneCompleted, Backup: st.Backup, Progress: 100}
-	if before == nil || before.State != api.CloneCompleted {
-		p.events.Eventf(v, nil, "Normal", "Restored", "Restore", "every replica has the data of backup %s", st.Backup)
+	done := &api.RestoreStatus{State: api.CloneCompleted, Backup: st.Backup, Progress: 100}
+	v.Status.RestoreStatus = done
+	if before != nil && before.State == api.CloneCompleted {
+		done.Message = before.Message
+		return p.deleteRestoreImage(ctx, v)
+	}
+	if done.Message, err = p.restoreNotice(ctx, v, img); err != nil {
+		return err
+	}
+	p.events.Eventf(v, nil, "Normal", "Restored", "Restore", "every replica has the data of backup %s", st.Backup)
+	if done.Message != "" {
+		p.events.Eventf(v, nil, "Warning", "RestoredWithDamage", "Restore", "%s", done.Message)
 	}
 	return p.deleteRestoreImage(ctx, v)
+}
+
+// restoreNotice returns the list of damaged chunks that are zeros in the volume; empty: none.
+func (p *volumeReconciler) restoreNotice(ctx context.Context, v *api.Volume, img *api.BackingImage) (string, error) {
+	if !v.Spec.AllowDamaged || img == nil {
+		return "", nil
+	}
+	var copies api.ImageCopyList
+	if err := p.client.List(ctx, &copies); err != nil {
+		return "", fmt.Errorf("list image copies: %w", err)
+	}
+	for _, c := range copies.Items {
+		if c.Spec.UUID == img.Status.UUID && c.Status.Notice != "" {
+			return c.Status.Notice, nil
+		}
+	}
+	return "", nil
 }
 
 // hiddenImage reads the hidden image of a volume; nil: there is none. During a restore the cache is not enough: without

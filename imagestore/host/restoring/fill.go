@@ -131,9 +131,8 @@ func (f *Fill) judge() error {
 	if len(f.Damaged) == 0 || f.allow {
 		return nil
 	}
-	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; restore the backup into an image "+
-		"with the parameter %s, which restores zeros there", api.CountText(len(f.Damaged), "chunk"), f.DamagedText(),
-		api.RestoreAllowDamaged)
+	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; restore the backup again with "+
+		"--allow-damaged, which restores zeros there", api.CountText(len(f.Damaged), "chunk"), f.DamagedText())
 }
 
 func (l *Layer) isFilled(chunk int64) bool {
