@@ -33,6 +33,7 @@ func (b *bench) sections() []section {
 		{"images", []string{"scale"}, func(ctx context.Context) error { return b.scale(ctx, b.objects) }},
 		{"snapshots", []string{"pause", "chains"}, b.snapshots},
 		{"backups", backupParts, b.backups},
+		{"backups", []string{"first-read"}, b.firstRead},
 		// Last, because the section stops its nodes.
 		{"replication", []string{"members", "cuts", "kill", "outage", "rebuild"}, b.replication},
 	}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"sync"
 
+	"golang.org/x/sync/errgroup"
+
 	"drover.io/drover/api"
 	"drover.io/drover/backups/manifest"
 	"drover.io/drover/backups/mover"
@@ -44,12 +46,16 @@ func (s *segmentCache) add(segment int64, chunks []manifest.Chunk) {
 	s.known[segment], s.order = chunks, append(s.order, segment)
 }
 
+// groupsAtOnce are read at once, because the time until a restoring volume can be read is mostly that of requests.
+const groupsAtOnce = 8
+
 // Digests implements block.ChunkedBackup.
 func (o *backup) Digests(ctx context.Context, each func(chunk int64, sum [32]byte)) error {
 	return o.inSession(ctx, func(ctx context.Context) error {
+		const step = groupsAtOnce * manifest.GroupSegments
 		segments := manifest.Segments(o.manifest.Size)
-		for first := int64(0); first < segments; first += manifest.GroupSegments {
-			if err := o.groupDigests(ctx, first, min(manifest.GroupSegments, segments-first), each); err != nil {
+		for first := int64(0); first < segments; first += step {
+			if err := o.someDigests(ctx, first, min(step, segments-first), each); err != nil {
 				return api.Errorf(api.KindOf(err), "backup %s: %w", o.name, err)
 			}
 		}
@@ -57,24 +63,29 @@ func (o *backup) Digests(ctx context.Context, each func(chunk int64, sum [32]byt
 	})
 }
 
-// groupDigests is Digests for the segments of a group.
-func (o *backup) groupDigests(ctx context.Context, first, count int64, each func(int64, [32]byte)) error {
-	list := make([]int64, count)
-	for i := range list {
-		list[i] = first + int64(i)
-	}
+// someDigests is Digests for count segments from the first one of a group on.
+func (o *backup) someDigests(ctx context.Context, first, count int64, each func(int64, [32]byte)) error {
 	var mu sync.Mutex
 	read := make([][]manifest.Chunk, count)
-	err := o.manifest.Segments(ctx, list, func(segment int64, chunks []manifest.Chunk, err error) error {
-		if err != nil {
-			return lost(err)
+	group, ctx := errgroup.WithContext(ctx)
+	for from := first; from < first+count; from += manifest.GroupSegments {
+		var list []int64
+		for s := from; s < min(from+manifest.GroupSegments, first+count); s++ {
+			list = append(list, s)
 		}
-		mu.Lock()
-		defer mu.Unlock()
-		read[segment-first] = chunks
-		return nil
-	})
-	if err != nil {
+		group.Go(func() error {
+			return o.manifest.Segments(ctx, list, func(segment int64, chunks []manifest.Chunk, err error) error {
+				if err != nil {
+					return lost(err)
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				read[segment-first] = chunks
+				return nil
+			})
+		})
+	}
+	if err := group.Wait(); err != nil {
 		return err
 	}
 	for i, chunks := range read {

@@ -4,7 +4,7 @@
 // if a user deletes the backup meanwhile. A backup in a store of Longhorn has no lock: package longhorn reads it. A
 // Backup object names the snapshot, or the backup of Longhorn.
 //
-// The package has no goroutine of its own; the lock of the repository has one, which Close awaits.
+// Digests waits for its goroutines; the lock of the repository has one, which Close awaits.
 package restore
 
 import (
