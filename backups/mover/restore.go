@@ -17,8 +17,9 @@ type RestoreOptions struct {
 	// AllowDamaged leaves chunks that the repository lost or damaged as holes. Without AllowDamaged, the first one ends
 	// the restore.
 	AllowDamaged bool
-	Skip         func(chunk int64) bool // reports chunks that the sink has already; nil: none
-	Progress     *Progress
+	// Skip reports chunks that the sink has already; nil: none. Restore asks again right before it reads a chunk.
+	Skip     func(chunk int64) bool
+	Progress *Progress
 }
 
 // Restore writes all chunks of a backup but zeros into sink, whose other bytes read as zeros. Restore returns the
@@ -78,7 +79,14 @@ func (d *download) restoreGroup(ctx context.Context, first, count int64) error {
 	if err != nil {
 		return err
 	}
-	return d.blobs.ReadMany(ctx, blob.Data, wanted.ids, func(i int, plain []byte, err error) error {
+	lacks := func(i int) bool {
+		if d.o.Skip == nil || !d.o.Skip(wanted.parts[i].Offset/block.ChunkSize) {
+			return true
+		}
+		d.o.Progress.done.Add(wanted.parts[i].Length)
+		return false
+	}
+	return d.blobs.ReadWanted(ctx, blob.Data, wanted.ids, lacks, func(i int, plain []byte, err error) error {
 		part := wanted.parts[i]
 		if err == nil && int64(len(plain)) != part.Length {
 			err = api.Errorf(api.Corrupt, "data blob %s: %d bytes instead of %d", part.ID, len(plain), part.Length)

@@ -38,6 +38,13 @@ type foundBlob struct {
 // errors, and those that each returns, end ReadMany.
 func (b *Blobs) ReadMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
 	each func(place int, plain []byte, err error) error) error {
+	return b.ReadWanted(ctx, kind, ids, nil, each)
+}
+
+// ReadWanted is ReadMany without the places that are not wanted any more when their request is due. wanted, unless nil,
+// is called once for each place, from several goroutines.
+func (b *Blobs) ReadWanted(ctx context.Context, kind blob.Kind, ids []blob.ID, wanted func(place int) bool,
+	each func(place int, plain []byte, err error) error) error {
 	found, err := b.findMany(ctx, kind, ids, each)
 	if err != nil {
 		return err
@@ -51,7 +58,7 @@ func (b *Blobs) ReadMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
 				return err
 			}
 			defer release()
-			return b.readRun(ctx, run, each)
+			return b.readRun(ctx, wantedBlobs(run, wanted), each)
 		})
 	}
 	return group.Wait()
@@ -120,6 +127,20 @@ func isNeighbour(first, last, next *foundBlob) bool {
 	gap := int64(next.Offset) - end
 	return next.Pack == last.Pack && gap >= 0 && gap <= runGap &&
 		int64(next.Offset)+int64(next.Length)-int64(first.Offset) <= RunLength
+}
+
+// wantedBlobs leaves out the places that are not wanted, and the blobs without a place.
+func wantedBlobs(run []*foundBlob, wanted func(int) bool) (left []*foundBlob) {
+	if wanted == nil {
+		return run
+	}
+	for _, f := range run {
+		f.places = slices.DeleteFunc(f.places, func(place int) bool { return !wanted(place) })
+		if len(f.places) > 0 {
+			left = append(left, f)
+		}
+	}
+	return left
 }
 
 // readRun reads neighbours, trees from the cache as far as possible.

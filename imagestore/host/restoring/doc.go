@@ -2,9 +2,9 @@
 // while the restore writes the layer.
 //
 // A Layer opens its backup, and learns the layer's map, digests and root digest before any data. A chunk comes from the
-// cache, from the layer in the making, or from the backup. Reads of one chunk share one fetch. Reads in order fetch the
-// next chunks ahead. The restore gives way to reads, and begins with the chunks that an earlier process left on the disk.
-// After the restore, the layer of the disk answers.
+// cache, from the layer in the making, or from the backup, and then goes into the layer, too. Reads of one chunk share
+// one fetch. Reads in order fetch the next chunks ahead. The restore gives way to reads, and begins with the chunks that
+// an earlier process left on the disk. After the restore, the layer of the disk answers.
 //
 // Invariants: a chunk that the package serves matches its digest. Reads fail while the backup is out of reach, and
 // their callers ask again; the package opens the backup again, after pauses that grow. A damaged chunk fails alone. The
@@ -14,5 +14,5 @@
 // Goroutines belong to the Set, a Runnable of the manager, which waits for all of them.
 //
 // Lock order: Layer.filling, then Layer.mu, then Set.mu. None is held over a request to a store; filling is held for
-// reading over reads of the layer in the making.
+// reading over reads of the layer in the making, and over writes of readers' chunks.
 package restoring

@@ -73,6 +73,7 @@ func (f *Fill) Restore(ctx context.Context, sink block.Sink) (err error) {
 	if err := l.adopt(ctx, sink); err != nil {
 		return err
 	}
+	l.takeReads(s)
 	moved := time.Now() // the last progress
 	for {
 		before := s.written()
@@ -172,13 +173,20 @@ func (l *Layer) adopt(ctx context.Context, sink block.Sink) error {
 	})
 }
 
+// takeReads lets readers' chunks be written, which AdoptChunks would take for those of an earlier restore.
+func (l *Layer) takeReads(s *fillSink) {
+	l.filling.Lock()
+	defer l.filling.Unlock()
+	l.sink = s
+}
+
 // endFill ends the reads of the layer in the making, before the importer seals or removes the layer.
 func (l *Layer) endFill(whole bool) {
 	l.filling.Lock()
 	defer l.filling.Unlock()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.part, l.filled, l.whole = nil, filledChunks{}, whole
+	l.part, l.sink, l.filled, l.whole = nil, nil, filledChunks{}, whole
 }
 
 // fillSink counts what a restore writes, and lets readers go first.
@@ -202,12 +210,17 @@ func (s *fillSink) WriteAt(p []byte, off int64) (int, error) {
 
 // WriteChunk implements block.DigestSink.
 func (s *fillSink) WriteChunk(p []byte, off int64, digest [32]byte) error {
+	s.l.set.yield()
+	return s.write(p, off, digest)
+}
+
+// write is WriteChunk for the chunk of a reader.
+func (s *fillSink) write(p []byte, off int64, digest [32]byte) error {
 	to, takes := s.Sink.(block.DigestSink)
 	if !takes {
-		_, err := s.WriteAt(p, off)
-		return err
+		n, err := s.Sink.WriteAt(p, off)
+		return s.note(n, off, err)
 	}
-	s.l.set.yield()
 	return s.note(len(p), off, to.WriteChunk(p, off, digest))
 }
 

@@ -24,8 +24,9 @@ type Layer struct {
 	ctx    context.Context // ends with the service of the layer
 	cancel context.CancelFunc
 
-	filling sync.RWMutex // held for reading over reads of part
+	filling sync.RWMutex // held for reading over reads of part and writes of readers' chunks to sink
 	part    io.ReaderAt  // the layer in the making; nil: none
+	sink    *fillSink    // of part, for readers' chunks; nil: it takes none
 	filled  filledChunks // of part
 
 	mu       sync.Mutex

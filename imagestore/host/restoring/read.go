@@ -86,9 +86,10 @@ func (l *Layer) finish(p *plan, number int64, r *read) {
 	ctx, cancel := context.WithTimeout(l.ctx, readTime)
 	defer cancel()
 	release, err := l.acquire(ctx, r)
+	fetched := false
 	if err == nil {
-		r.bytes, err = l.load(ctx, p, number)
-		release()
+		defer release()
+		r.bytes, fetched, err = l.load(ctx, p, number)
 	}
 	r.err = err
 	l.mu.Lock()
@@ -104,6 +105,18 @@ func (l *Layer) finish(p *plan, number int64, r *read) {
 	}
 	l.mu.Unlock()
 	close(r.done)
+	if fetched {
+		l.give(p, number, r.bytes)
+	}
+}
+
+// give writes a fetched chunk to the layer in the making, so that the restore does not fetch the chunk, too.
+func (l *Layer) give(p *plan, number int64, b []byte) {
+	l.filling.RLock()
+	defer l.filling.RUnlock()
+	if l.sink != nil && !l.isFilled(number) {
+		_ = l.sink.write(b, number*block.ChunkSize, p.digest(number)) // after an error the restore writes the chunk
+	}
 }
 
 // acquire waits for a slot: chunks that no reader waits for have fewer.
@@ -128,15 +141,15 @@ func (l *Layer) acquire(ctx context.Context, r *read) (release func(), err error
 	}
 }
 
-// load reads a chunk from the layer in the making, or else from the backup.
-func (l *Layer) load(ctx context.Context, p *plan, number int64) ([]byte, error) {
-	b := make([]byte, p.length(number))
+// load reads a chunk from the layer in the making, or else fetches the chunk from the backup.
+func (l *Layer) load(ctx context.Context, p *plan, number int64) (b []byte, fetched bool, err error) {
+	b = block.AlignedBuffer(int(p.length(number)))
 	if l.loadFilled(p, number, b) {
-		return b, nil
+		return b, false, nil
 	}
 	o, err := l.use(ctx)
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
 	backup, ok := o.Backup.(block.ChunkedBackup)
 	if !ok {
@@ -153,7 +166,7 @@ func (l *Layer) load(ctx context.Context, p *plan, number int64) ([]byte, error)
 	} else {
 		l.release(o, err)
 	}
-	return b, err
+	return b, err == nil, err
 }
 
 // loadFilled reads a chunk from the layer in the making.

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -296,8 +297,8 @@ func TestPlannedLayerIsTheRestoredLayer(t *testing.T) {
 	}
 }
 
-// TestChunkIsFetchedOnce: readers of one chunk share a fetch, a reader in order finds the next chunks fetched, and a
-// chunk that the restore has written is not fetched at all.
+// TestChunkIsFetchedOnce: readers of one chunk share a fetch, a reader in order finds the next chunks fetched, a chunk
+// that the restore has written is not fetched at all, and the restore does not fetch the chunks of readers.
 func TestChunkIsFetchedOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, newStore(12*chunk))
@@ -354,8 +355,16 @@ func TestChunkIsFetchedOnce(t *testing.T) {
 	for _, c := range left {
 		w.compare(src, c)
 	}
+	for _, c := range left {
+		for !w.l.isFilled(c) { // a reader does not wait for the write
+			runtime.Gosched()
+		}
+	}
 	close(w.hold)
 	must(t, <-ended)
+	if n := len(w.written); n > len(filled)+1 { // the restore may have been writing one
+		t.Errorf("the restore wrote %d chunks, although readers fetched %v before it", n, left)
+	}
 	for c := range int64(12) {
 		w.compare(src, c)
 	}
@@ -428,6 +437,49 @@ func TestCutRestoreContinues(t *testing.T) {
 	src := next.source()
 	for c := range int64(9) {
 		next.compare(src, c)
+	}
+}
+
+// adoptingSink is a sink that looks at an earlier restore's chunks for a while.
+type adoptingSink struct {
+	block.Sink
+	adopt    func()
+	adopting bool
+	written  int // meanwhile
+}
+
+func (s *adoptingSink) AdoptChunks(context.Context, func(int64) ([32]byte, bool), func(int64)) error {
+	s.adopting = true
+	s.adopt()
+	s.adopting = false
+	return nil
+}
+
+func (s *adoptingSink) WriteAt(p []byte, _ int64) (int, error) {
+	if s.adopting {
+		s.written++
+	}
+	return len(p), nil
+}
+
+func (s *adoptingSink) Sync(context.Context) error { return nil }
+
+// TestNoWriteDuringAdoption: the restore punches holes for chunks that it does not adopt, so a reader's chunk is not
+// written meanwhile.
+func TestNoWriteDuringAdoption(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, newStore(2*chunk))
+	w.plan()
+	src := w.source()
+	s := &adoptingSink{adopt: func() {
+		w.compare(src, 1)
+		for len(w.set.reading) > 0 { // until the write, if any
+			runtime.Gosched()
+		}
+	}}
+	must(t, w.l.Fill(false).Restore(t.Context(), s))
+	if s.written > 0 {
+		t.Error("a reader's chunk was written during the adoption")
 	}
 }
 
