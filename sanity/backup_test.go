@@ -244,7 +244,8 @@ func resticReadsBackups(t *testing.T, w *world) {
 }
 
 // readWhileRestoring: a volume of a backup is attached and read while the store, which the target's rate makes slow, has
-// most of the data still. When the rate ends, the restore ends, and every byte is the backup's, or was written meanwhile.
+// most of the data still, also after kill -9 of serve and of the data process. When the rate ends, the restore ends, and
+// every byte is the backup's, or was written meanwhile.
 func readWhileRestoring(t *testing.T, w *world, backup string, want []byte) {
 	setRate := func(rate int64) {
 		var target api.BackupTarget
@@ -258,7 +259,7 @@ func readWhileRestoring(t *testing.T, w *world, backup string, want []byte) {
 		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "slow"}, &v))
 		return v.Status.RestoreStatus
 	}
-	setRate(128 << 10) // minutes for the whole
+	setRate(256 << 10) // minutes for the whole
 	began := time.Now()
 	w.must("backup", "restore", backup, "--name", "slow")
 	w.must("volume", "attach", "slow")
@@ -277,6 +278,15 @@ func readWhileRestoring(t *testing.T, w *world, backup string, want []byte) {
 	if s := state(); s.State != api.CloneInitiated {
 		t.Errorf("the volume was read at the end of the restore only: %+v", s)
 	}
+	w.signal(syscall.SIGKILL)
+	w.kill("data")
+	again := make(chan error, 1)
+	go func() {
+		_, err := d.f.ReadAt(aligned(4096), 66*mib)
+		again <- err
+	}()
+	w.start(drover(t))
+	must(t, <-again)
 	setRate(0)
 	if !comes(func() bool { return state().State == api.CloneCompleted }) {
 		t.Errorf("the restore does not end: %+v", state())

@@ -17,7 +17,7 @@ type RestoreOptions struct {
 	// AllowDamaged leaves chunks that the repository lost or damaged as holes. Without AllowDamaged, the first one ends
 	// the restore.
 	AllowDamaged bool
-	// Skip reports chunks that the sink has already; nil: none. Restore asks again right before it reads a chunk.
+	// Skip reports chunks that the sink has already; nil: none. Restore asks again right before the read of a chunk.
 	Skip     func(chunk int64) bool
 	Progress *Progress
 }

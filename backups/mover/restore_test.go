@@ -90,7 +90,7 @@ func TestLyingManifestIsDamage(t *testing.T) {
 	}
 }
 
-// TestRestoreSkipsLateChunks: a chunk that the sink gets meanwhile is not read, and counts as restored.
+// TestRestoreSkipsLateChunks: Restore does not read a chunk that the sink got meanwhile, and counts the chunk as restored.
 func TestRestoreSkipsLateChunks(t *testing.T) {
 	w := newWorld(t)
 	v := newDisk(70 * chunkSize)
@@ -111,6 +111,6 @@ func TestRestoreSkipsLateChunks(t *testing.T) {
 	}
 	delete(v.chunks, 1)
 	if !got.equals(v) {
-		t.Error("the restore wrote other chunks than those that the sink lacked")
+		t.Error("the restore wrote other chunks than the missing ones")
 	}
 }

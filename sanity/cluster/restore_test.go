@@ -191,7 +191,9 @@ func TestRestoreOfTwoReplicasReadsTheStoreOnce(t *testing.T) {
 // restores the layer again. With the node back, every replica has all data.
 func TestRestoringNodeIsLost(t *testing.T) {
 	const size = int64(64) << 20
-	for name, loss := range map[string]struct{ lose, back func(*backedUp, *Machine) error }{
+	for name, loss := range map[string]struct {
+		lose, back func(*backedUp, *Machine) error
+	}{
 		"power": {func(_ *backedUp, m *Machine) error { return m.PowerOff() },
 			func(_ *backedUp, m *Machine) error { return errors.Join(m.PowerOn(), m.Serve(t.Context())) }},
 		"network": {func(b *backedUp, m *Machine) error { b.Net.Isolate(m, b.Machines()...); return nil },
