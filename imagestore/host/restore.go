@@ -6,6 +6,8 @@ import (
 	"errors"
 	"io"
 
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/imagestore/host/restoring"
@@ -157,4 +159,18 @@ func (n *copyReconciler) endRestoring(c *api.ImageCopy) {
 	for _, uid := range c.Spec.Layers {
 		n.restoring.Remove(string(c.Spec.Disk), string(uid))
 	}
+}
+
+// localDisks lists the open disks of the node.
+func (n *copyReconciler) localDisks(ctx context.Context) (disks []block.Layers) {
+	var node api.Node
+	if err := n.Get(ctx, client.ObjectKey{Name: n.node}, &node); err != nil {
+		n.log.Info("a restore does not see all disks of the node", "err", err)
+	}
+	for i := range node.Status.Disks {
+		if on, err := n.disks(node.Status.Disks[i].UID); err == nil { // the disk's own condition says why not
+			disks = append(disks, on)
+		}
+	}
+	return disks
 }

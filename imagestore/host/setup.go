@@ -29,8 +29,9 @@ func Setup(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers,
 	n := &copyReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: nodeName, disks: disks, opts: o,
 		uploads: uploads, events: mgr.GetEventRecorder("drover-node-images"), log: o.Log.With("loop", "image-copies"),
 		transfers: newTransferSet(o.Parallel, o.ProgressEvery), records: map[string]*statusRecord{},
-		verifications: map[string]verification{}, suspects: map[string]bool{},
-		restoring: restoring.NewSet(restoring.Options{Log: o.Log, PauseMin: o.RetryMin / 5, Stall: o.RestoreStall})}
+		verifications: map[string]verification{}, suspects: map[string]bool{}}
+	n.restoring = restoring.NewSet(restoring.Options{Log: o.Log, PauseMin: o.RetryMin / 5, Stall: o.RestoreStall,
+		Disks: n.localDisks})
 	for _, r := range []manager.Runnable{uploads, n.restoring} {
 		if err := mgr.Add(r); err != nil {
 			return err

@@ -31,7 +31,7 @@ type Disk struct {
 	scratch    scratch
 }
 
-var _ block.Layers = (*Disk)(nil)
+var _ block.DigestLayers = (*Disk)(nil)
 
 type diskRecord struct {
 	UID string `json:"uid"`

@@ -6,10 +6,13 @@
 // one fetch. Reads in order fetch the next chunks ahead. The restore gives way to reads, and begins with the chunks that
 // an earlier process left on the disk. After the restore, the layer of the disk answers.
 //
+// A restore first copies the chunks that other layers on the node's disks have at the same place, and then fetches the
+// rest from the store.
+//
 // Invariants: a chunk that the package serves matches its digest. Reads fail while the backup is out of reach, and
 // their callers ask again; the package opens the backup again, after pauses that grow. A damaged chunk fails alone. The
 // cache and the fetches of all layers together take at most 2 MiB for each of cachedChunks, readsAtOnce and
-// aheadAtOnce, and the digests of each layer 16 bytes per MiB of its size.
+// aheadAtOnce, each restore localAtOnce of them, and the digests of each layer 16 bytes per MiB of its size.
 //
 // Goroutines belong to the Set, a Runnable of the manager, which waits for all of them.
 //

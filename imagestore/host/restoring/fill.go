@@ -16,6 +16,8 @@ type Fill struct {
 	allow bool // leaves damaged chunks as holes
 
 	Damaged []int64 // of the restore
+
+	local int64 // bytes from layers of the node's disks; guarded by Layer.mu
 }
 
 var _ block.Backup = (*Fill)(nil)
@@ -49,12 +51,13 @@ func (f *Fill) Checksum() string {
 // Restored implements block.Backup.
 func (f *Fill) Restored() (done, total int64) {
 	f.l.mu.Lock()
-	restored := f.l.restored
+	restored, local := f.l.restored, f.local
 	f.l.mu.Unlock()
 	if restored == nil {
 		return 0, 0
 	}
-	return restored()
+	done, total = restored() // which counts the chunks that it skips
+	return max(done, local), max(total, f.Size())
 }
 
 // Close implements block.Backup. The Layer keeps the backup open for readers.
@@ -74,6 +77,9 @@ func (f *Fill) Restore(ctx context.Context, sink block.Sink) (err error) {
 		return err
 	}
 	l.takeReads(s)
+	if err := f.copyLocal(ctx, s); err != nil {
+		return err
+	}
 	moved := time.Now() // the last progress
 	for {
 		before := s.written()
@@ -111,6 +117,8 @@ func (f *Fill) restoreOnce(ctx context.Context, s *fillSink) error {
 	if err != nil {
 		return err
 	}
+	before := s.written()
+	defer func() { restoredBytes.WithLabelValues("store").Add(float64(s.written() - before)) }()
 	if b, ok := o.Backup.(block.ChunkedBackup); ok {
 		f.l.mu.Lock()
 		f.l.filled.reset()

@@ -80,7 +80,7 @@ func (p *plan) isData(c int64) bool { return p.data[c/64]>>(c%64)&1 == 1 }
 // length is the length of a chunk of the layer.
 func (p *plan) length(c int64) int64 { return min(block.ChunkSize, p.size-c*block.ChunkSize) }
 
-// digest is the digest of a chunk with data.
+// digest is the digest of a chunk.
 func (p *plan) digest(c int64) [sumSize]byte {
 	header := int64(len(p.file)) - (p.size+block.ChunkSize-1)/block.ChunkSize*sumSize
 	return [sumSize]byte(p.file[header+c*sumSize:])

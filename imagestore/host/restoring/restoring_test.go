@@ -4,7 +4,10 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"errors"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"runtime"
 	"strings"
 	"sync"
@@ -482,4 +485,74 @@ func TestRemovedLayer(t *testing.T) {
 	if _, err := w.set.Disk(w.disk).Open(w.uid()); !api.Is(err, api.NotFound) {
 		t.Errorf("the open of a removed layer: %v", err)
 	}
+}
+
+// TestChunksOfTheDiskAreNotFetched: a restore takes the chunks that layers of the node's disks have at the same place,
+// and the others from the store. The restored layer has the content of the backup, also where a layer of the disk was
+// damaged, and where the backup ends within a block.
+func TestChunksOfTheDiskAreNotFetched(t *testing.T) {
+	t.Parallel()
+	const size = 9*chunk + 3*block.Size + 512
+	older := newStore(size)
+	near := newWorld(t, older)
+	near.plan()
+	first, err := near.restore(near.l.Fill(false))
+	must(t, err)
+	near.change(func() {
+		if n := len(older.written); n != 10 {
+			t.Errorf("the first restore fetched %d chunks", n)
+		}
+	})
+
+	newer := newStore(size)
+	newer.content[3*chunk]++
+	clear(newer.content[4*chunk : 5*chunk])
+	w := newWorld(t, newer)
+	far := near.disk // of the same node
+	w.set.Options.Disks = func(context.Context) []block.Layers { return []block.Layers{w.disk, far} }
+	damage(t, far, first.Layers[0], 7*chunk)
+	w.plan()
+	f := w.l.Fill(false)
+	_, err = w.restore(f)
+	must(t, err)
+	w.change(func() {
+		if n := newer.written; len(n) != 2 || n[3] != 1 || n[7] != 1 {
+			t.Errorf("the store sent the chunks %v; chunk 3 changed, and chunk 7 is damaged on the disk", n)
+		}
+	})
+	if done, total := f.Restored(); done > total || f.local != size-2*chunk-chunk-512+block.Size {
+		t.Errorf("%d bytes come from the disk; %d of %d", f.local, done, total)
+	}
+	src := w.source()
+	for c := range int64(10) {
+		w.compare(src, c)
+	}
+	w.set.Remove(w.disk.UID(), w.uid())
+	must(t, w.disk.Verify(t.Context(), w.uid()))
+}
+
+// TestDiskHealsDamagedBackup: a chunk that the store damaged is restored from a layer of the disk.
+func TestDiskHealsDamagedBackup(t *testing.T) {
+	t.Parallel()
+	s := newStore(3 * chunk)
+	w := newWorld(t, s)
+	w.plan()
+	_, err := w.restore(w.l.Fill(false))
+	must(t, err)
+	s.damaged[1] = true
+	w.spec = importer.Spec{UID: api.NewUID(), Name: "again", Layers: []api.UID{api.NewUID()}}
+	w.l = w.set.Add(w.disk, w.uid(), s.open)
+	w.plan()
+	_, err = w.restore(w.l.Fill(false))
+	must(t, err)
+	w.compare(w.source(), 1)
+}
+
+// damage changes a byte of a layer's file of data.
+func damage(t *testing.T, on *stack.Disk, uid string, off int64) {
+	t.Helper()
+	f, err := os.OpenFile(filepath.Join(on.Root, "layers", uid, "data"), os.O_WRONLY, 0)
+	must(t, err)
+	_, err = f.WriteAt([]byte("damaged"), off)
+	must(t, errors.Join(err, f.Close()))
 }

@@ -16,6 +16,7 @@ const (
 	readsAtOnce  = 8 // chunks that readers wait for
 	aheadAtOnce  = 4 // chunks that no reader waits for yet
 	giveWay      = time.Second
+	localAtOnce  = 4 // chunks that a restore copies from local layers
 )
 
 // Options of a Set. The zero value of a field stands for its default.
@@ -25,6 +26,8 @@ type Options struct {
 	PauseMin, PauseMax time.Duration
 	// Stall is how long a restore tries again without progress, before it fails: 10 min.
 	Stall time.Duration
+	// Disks lists the disks of the node, in whose layers restores look for chunks; nil: only the layer's own disk.
+	Disks func(context.Context) []block.Layers
 }
 
 // Set has the restoring layers of a node.

@@ -62,6 +62,20 @@ func (d *Store) Verify(ctx context.Context, uid string) (err error) {
 	})
 }
 
+// LayerNames implements block.DigestLayers.
+func (d *Store) LayerNames() (names []string, err error) {
+	entries, err := d.FS.ReadDir(d.Join(Dir))
+	if err != nil {
+		return nil, fmt.Errorf("layers on disk %s: %w", d.Root, diskfs.Classify(err))
+	}
+	for _, e := range entries {
+		if api.UID(e.Name()).Validate() == nil {
+			names = append(names, e.Name())
+		}
+	}
+	return names, nil
+}
+
 // Sums reads the file of digests of a finished layer.
 func (d *Store) Sums(uid string) ([]byte, error) {
 	rec, err := d.Record(uid)
