@@ -207,8 +207,8 @@ func (m *transferSet) runTransfer(ctx context.Context, t *transfer, ev event.Gen
 			}
 		}
 		_, _, done, _ := t.progress.Snapshot()
-		transferBytes.WithLabelValues(t.source).Add(float64(done - counted))
-		counted = done
+		transferBytes.WithLabelValues(t.source).Add(float64(max(done-counted, 0))) // a restore may count again from 0
+		counted = max(done, counted)
 	}
 	result := "ok"
 	switch {
