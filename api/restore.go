@@ -45,13 +45,21 @@ func promisedSize(o metav1.Object, size int64) int64 {
 	return size
 }
 
-// RestoreImage names the hidden image of a volume that begins with a backup; empty: the volume does not, or has no UID
-// yet.
+// restoreImagePrefix begins the names of hidden images.
+const restoreImagePrefix = "restore-"
+
+// RestoreImage names the hidden image of a volume that begins with a backup; empty: the volume does not, has no UID yet,
+// or is a standby volume that holds no backup.
 func (v *Volume) RestoreImage() string {
-	if v.Spec.FromBackup == "" || v.Status.UID == "" {
+	switch st := v.Status.Standby; {
+	case v.Spec.FromBackup == "" || v.Status.UID == "":
+		return ""
+	case st != nil && st.Held != nil:
+		return st.Held.BackingImage
+	case v.FollowsBackups():
 		return ""
 	}
-	return "restore-" + string(v.Status.UID)
+	return restoreImagePrefix + string(v.Status.UID)
 }
 
 // BaseImage names the image that new replicas of the volume begin with; empty: none, or that of the data source.

@@ -7,7 +7,7 @@ import (
 )
 
 // VolumeState is the volume's activity, in words that users of the field know.
-// +kubebuilder:validation:Enum=creating;detached;attaching;attached;detaching;faulted;deleting
+// +kubebuilder:validation:Enum=creating;standby;detached;attaching;attached;detaching;faulted;deleting
 type VolumeState string
 
 // Robustness is how many of a volume's replicas are current.
@@ -17,6 +17,7 @@ type Robustness string
 // Values of VolumeState and Robustness.
 const (
 	VolumeCreating  VolumeState = "creating"
+	VolumeStandby   VolumeState = "standby" // follows backups until its activation
 	VolumeDetached  VolumeState = "detached"
 	VolumeAttaching VolumeState = "attaching"
 	VolumeAttached  VolumeState = "attached"
@@ -84,6 +85,8 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="(has(self.allowDamaged) && self.allowDamaged) == (has(oldSelf.allowDamaged) && oldSelf.allowDamaged)",message="allowDamaged cannot change"
 // +kubebuilder:validation:XValidation:rule="!has(self.allowDamaged) || !self.allowDamaged || has(self.fromBackup)",message="allowDamaged needs fromBackup"
 // +kubebuilder:validation:XValidation:rule="!has(self.fromBackup) || (!has(self.dataSource) || size(self.dataSource) == 0) && (!has(self.backingImage) || size(self.backingImage) == 0)",message="a volume begins with one of fromBackup, dataSource and backingImage"
+// +kubebuilder:validation:XValidation:rule="!has(self.standby) || !self.standby || has(self.fromBackup)",message="a standby volume follows fromBackup: set the URL of a volume's backups"
+// +kubebuilder:validation:XValidation:rule="!has(self.standby) || !self.standby || has(oldSelf.standby) && oldSelf.standby",message="a volume cannot become a standby volume after its creation: make another one"
 // +kubebuilder:validation:XValidation:rule="!has(self.dataLocality) || self.dataLocality != 'strict-local' || !has(self.numberOfReplicas) || self.numberOfReplicas == 1",message="a volume with dataLocality strict-local has one replica: set numberOfReplicas to 1, or choose best-effort"
 type VolumeSpec struct {
 	// Size in bytes, a multiple of 2 MiB, at least 10 MiB.
@@ -104,13 +107,16 @@ type VolumeSpec struct {
 	// only the backing image.
 	// +kubebuilder:validation:Enum="";linked;full-copy
 	CloneMode string `json:"cloneMode,omitempty"`
-	// FromBackup is the backup that the volume begins with: status.url of a Backup.
+	// FromBackup is the backup that the volume begins with: status.url of a Backup. A standby volume follows all backups
+	// of that backup's volume; its URL may leave out the parameter backup.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=2048
 	FromBackup string `json:"fromBackup,omitempty"`
 	// AllowDamaged begins the volume with zeros in place of chunks of the backup that its store damaged or lost;
 	// restoreStatus lists them. The volume can be used when the whole backup has been restored.
 	AllowDamaged bool `json:"allowDamaged,omitempty"`
+	// Standby makes a volume without replicas, which holds the newest backup of a volume. False activates the volume.
+	Standby bool `json:"standby,omitempty"`
 	// RevertTo asks, once, to replace the content of the detached volume with the content of a snapshot.
 	RevertTo *RevertWish `json:"revertTo,omitempty"`
 	// Salvage asks, once, to continue with the content of a single replica when no member is left. Writes that only other
@@ -189,6 +195,13 @@ type VolumeStatus struct {
 	CloneStatus *CloneStatus `json:"cloneStatus,omitempty"`
 	// RestoreStatus is set if the spec has a backup.
 	RestoreStatus *RestoreStatus `json:"restoreStatus,omitempty"`
+	// IsStandby is true until the activation of a standby volume has ended.
+	IsStandby bool `json:"isStandby,omitempty"`
+	// LastBackup is the newest backup that a standby volume holds whole, and LastBackupAt the instant of its content, RFC
+	// 3339.
+	LastBackup   string         `json:"lastBackup,omitempty"`
+	LastBackupAt string         `json:"lastBackupAt,omitempty"`
+	Standby      *StandbyStatus `json:"standby,omitempty"`
 	// Reverted is the outcome of the last RevertTo.
 	Reverted *RevertFact `json:"reverted,omitempty"`
 	// RevertedEpoch is the epoch of the last completed revert; 0: never. A member that was not reverted then, and has not

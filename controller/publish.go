@@ -47,6 +47,9 @@ func (s *Server) ControllerPublishVolume(ctx context.Context, req *csi.Controlle
 	if vol.DeletionTimestamp != nil {
 		return nil, api.Errorf(api.InUse, "volume %s is being deleted", vol.Name)
 	}
+	if err := vol.RefuseStandby(); err != nil {
+		return nil, err
+	}
 	if err := s.strictlyElsewhere(ctx, vol, req.GetNodeId()); err != nil {
 		return nil, err
 	}

@@ -1,6 +1,7 @@
 package replicas
 
 import (
+	"errors"
 	"log/slog"
 
 	ctrl "sigs.k8s.io/controller-runtime"
@@ -13,7 +14,7 @@ import (
 
 // SetupController adds the planner, the room's part in the controller role, to mgr.
 func SetupController(mgr ctrl.Manager, log *slog.Logger) error {
-	if err := watch.AddIndexes(mgr); err != nil {
+	if err := errors.Join(watch.AddIndexes(mgr), watch.AddBackupIndexes(mgr)); err != nil {
 		return err
 	}
 	return planner.Setup(mgr, log)

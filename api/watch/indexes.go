@@ -21,6 +21,8 @@ const (
 	ByLayer  = "replicas.layer"  // the topmost layer of an image copy
 	BySource = "replicas.source" // of a replica: the UID of its source's snapshot; of a volume: its data source
 	ByTarget = "backups.target"  // of a backup
+
+	ByNextImage = "replicas.next-image" // of a standby volume: the hidden image of the backup that it fetches
 )
 
 // index is an index of a kind of objects by one value; an object with the value "" is not in the index.
@@ -62,6 +64,7 @@ func AddIndexes(mgr ctrl.Manager) error {
 			v := o.(*api.Volume)
 			return cmp.Or(v.Spec.BackingImage, v.RestoreImage())
 		}},
+		{&api.Volume{}, ByNextImage, func(o client.Object) string { return o.(*api.Volume).NextImage() }},
 	})
 }
 

@@ -141,7 +141,7 @@ func summarizeBackups(backups []*api.Backup) (s api.BackupVolumeStatus) {
 		}
 		s.Backups++
 		s.DataStored += b.Status.NewlyUploadDataSize
-		if last == nil || cutAt(b).After(cutAt(last)) || cutAt(b).Equal(cutAt(last)) && b.Name > last.Name {
+		if last == nil || b.NewerThan(last) {
 			last = b
 		}
 		end, err := time.Parse(time.RFC3339, b.Status.BackupCreatedAt)

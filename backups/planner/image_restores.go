@@ -49,7 +49,7 @@ func endChanged(old, now client.Object) bool {
 // waitsForRestore reports whether a volume from a backup has no content yet. The image of a later volume is the user's
 // to delete.
 func waitsForRestore(v *api.Volume) bool {
-	return v.Spec.FromBackup != "" && v.DeletionTimestamp == nil &&
+	return v.Spec.FromBackup != "" && !v.FollowsBackups() && v.DeletionTimestamp == nil &&
 		(v.Status.State == "" || v.Status.State == api.VolumeCreating)
 }
 
@@ -77,7 +77,7 @@ func (r *restoreReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ct
 		delete(r.told, v.UID)
 		return ctrl.Result{}, nil
 	}
-	b, err := r.findBackup(ctx, v.Spec.FromBackup)
+	b, err := r.findBackup(ctx, v.RestoredURL())
 	if err != nil || b == nil || b.Status.VolumeBackingImageName == "" {
 		return ctrl.Result{}, err // the event of the backup continues
 	}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
@@ -143,7 +142,7 @@ func findBases(backups []api.Backup, snapshots []api.Snapshot) map[string]bool {
 		if !stored || b.Spec.CopyOf != "" || b.DeletionTimestamp != nil || !exists || uid != b.Status.VolumeUID {
 			continue
 		}
-		if last := newest[b.Target()]; last == nil || cutAt(b).After(cutAt(last)) {
+		if last := newest[b.Target()]; last == nil || b.CutAt().After(last.CutAt()) {
 			newest[b.Target()] = b
 		}
 	}
@@ -152,10 +151,4 @@ func findBases(backups []api.Backup, snapshots []api.Snapshot) map[string]bool {
 		bases[b.Status.SnapshotName] = true
 	}
 	return bases
-}
-
-// cutAt is the instant of a backup's snapshot.
-func cutAt(b *api.Backup) time.Time {
-	at, _ := time.Parse(time.RFC3339, b.Status.SnapshotCreatedAt) // zero: older than all others
-	return at
 }

@@ -83,6 +83,9 @@ func (p *volumeReconciler) findSource(ctx context.Context, v *api.Volume) (_ *cl
 	if err := p.refuseCycle(ctx, v, &src); err != nil {
 		return nil, err
 	}
+	if err := src.RefuseStandby(); err != nil {
+		return nil, err
+	}
 	if src.Spec.FromBackup != "" { // a snapshot of a volume without members would let the clone stall
 		if _, err := p.restoredReplicas(ctx, &src); err != nil {
 			return nil, err

@@ -49,7 +49,7 @@ func (p *volumeReconciler) restoreImage(ctx context.Context, v *api.Volume, img 
 	switch {
 	case img.DeletionTimestamp != nil:
 		err = api.Errorf(api.Unavailable, "backing image %s was deleted, and is made again when it is gone", img.Name)
-	case img.Spec.SourceParameters[api.RestoreBackupURL] != v.Spec.FromBackup:
+	case img.Spec.SourceParameters[api.RestoreBackupURL] != v.RestoredURL():
 		err = api.Errorf(api.Unavailable, "backing image %s is not of backup %s: delete the image", img.Name, st.Backup)
 	}
 	if err != nil {
@@ -59,48 +59,59 @@ func (p *volumeReconciler) restoreImage(ctx context.Context, v *api.Volume, img 
 }
 
 func beginRestore(v *api.Volume) *api.RestoreStatus {
-	return &api.RestoreStatus{State: api.CloneInitiated, Backup: api.BackupOfURL(v.Spec.FromBackup),
+	return &api.RestoreStatus{State: api.CloneInitiated, Backup: api.BackupOfURL(v.RestoredURL()),
 		BackingImage: v.RestoreImage()}
 }
 
 // createRestoreImage makes the hidden image of a volume, with its first copy on the node for the first replica.
 func (p *volumeReconciler) createRestoreImage(ctx context.Context, v *api.Volume, img *api.BackingImage) error {
-	if err := api.ValidateBackupURL(v.Spec.FromBackup); err != nil {
+	if err := api.ValidateBackupURL(v.RestoredURL()); err != nil {
 		st := v.Status.RestoreStatus
 		st.State, st.Message = api.CloneFailed, err.Error()
 		return api.Errorf(api.Unsupported, "fromBackup: %w", err)
 	}
-	t, failed, err := p.viewCluster(ctx, v, "", nil)
+	node, err := p.firstNode(ctx, v)
 	if err != nil {
 		return err
 	}
-	preferLocal(v)(&t)
-	s, err := choosePlacement(v, t)
-	if *failed != nil {
-		return *failed
-	}
-	if err != nil {
-		return err
-	}
-	params := map[string]string{api.RestoreBackupURL: v.Spec.FromBackup}
-	if v.Spec.AllowDamaged {
-		params[api.RestoreAllowDamaged] = "true"
-	}
-	*img = api.BackingImage{
-		ObjectMeta: metav1.ObjectMeta{Name: v.RestoreImage(), Finalizers: []string{api.Finalizer},
-			Labels:      map[string]string{api.LabelHidden: api.LabelValue(v.Name)},
-			Annotations: map[string]string{api.AnnotationPrefer: s.node}},
-		Spec: api.BackingImageSpec{SourceType: api.SourceRestore, MinNumberOfCopies: 1,
-			SourceParameters: params, NodeSelector: v.Spec.NodeSelector, DiskSelector: v.Spec.DiskSelector},
-	}
-	if v.Labels[api.LabelBackupMount] != "" {
-		img.Spec.SourceParameters[api.RestoreOnDemand] = "true"
-	}
+	*img = *newHiddenImage(v, v.RestoreImage(), v.RestoredURL(), node)
 	if err := p.client.Create(ctx, img); err != nil {
 		return fmt.Errorf("backing image %s: %w", img.Name, err)
 	}
 	p.events.Eventf(v, img, "Normal", "RestoreBegins", "Restore", "backup %s is restored", v.Status.RestoreStatus.Backup)
 	return nil
+}
+
+// firstNode chooses the node for the first replica of a volume.
+func (p *volumeReconciler) firstNode(ctx context.Context, v *api.Volume) (string, error) {
+	t, failed, err := p.viewCluster(ctx, v, "", nil)
+	if err != nil {
+		return "", err
+	}
+	preferLocal(v)(&t)
+	s, err := choosePlacement(v, t)
+	if *failed != nil {
+		return "", *failed
+	}
+	return s.node, err
+}
+
+// newHiddenImage is an image that brings a backup's data for a volume, with its first copy on the node.
+func newHiddenImage(v *api.Volume, name, url, node string) *api.BackingImage {
+	params := map[string]string{api.RestoreBackupURL: url}
+	if v.Spec.AllowDamaged {
+		params[api.RestoreAllowDamaged] = "true"
+	}
+	if v.Labels[api.LabelBackupMount] != "" {
+		params[api.RestoreOnDemand] = "true"
+	}
+	return &api.BackingImage{
+		ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{api.Finalizer},
+			Labels:      map[string]string{api.LabelHidden: api.LabelValue(v.Name)},
+			Annotations: map[string]string{api.AnnotationPrefer: node}},
+		Spec: api.BackingImageSpec{SourceType: api.SourceRestore, MinNumberOfCopies: 1,
+			SourceParameters: params, NodeSelector: v.Spec.NodeSelector, DiskSelector: v.Spec.DiskSelector},
+	}
 }
 
 // describeRestore copies the state of the hidden image into the volume's status.

@@ -88,6 +88,8 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 			watch.Named(settingBalance, settingBalanceWait, settingPressure)).
 		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.volumesOfImage)).
 		Watches(&api.BackingImage{}, placeable, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
+		Watches(&api.Backup{}, handler.EnqueueRequestsFromMapFunc(p.standbysOfBackup), watch.Updates(backupChanged)).
+		Watches(&api.BackupTarget{}, handler.EnqueueRequestsFromMapFunc(p.standbys), watch.Updates(targetAnswered)).
 		Watches(&api.Snapshot{}, p.countSnapshots()).
 		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(p.volumesOfSnapshot)).
 		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.volumesWithSnapshots),
@@ -142,16 +144,18 @@ func (p *volumeReconciler) setWaiting(name string, on bool) {
 
 // volumesOfImage requeues the volumes that wait for an image, and the volume of a hidden image.
 func (p *volumeReconciler) volumesOfImage(ctx context.Context, o client.Object) []reconcile.Request {
-	var vols api.VolumeList
-	if err := p.client.List(ctx, &vols, client.MatchingFields{watch.ByImage: o.GetName()},
-		client.UnsafeDisableDeepCopy); err != nil {
-		p.log.Error("volumes of an image cannot be listed", "image", o.GetName(), "err", err)
-		return nil
-	}
 	var all []reconcile.Request
-	for i := range vols.Items {
-		if v := &vols.Items[i]; len(v.Status.Members) == 0 || v.Spec.FromBackup != "" {
-			all = append(all, watch.Requests(v.Name)...)
+	for _, index := range []string{watch.ByImage, watch.ByNextImage} {
+		var vols api.VolumeList
+		if err := p.client.List(ctx, &vols, client.MatchingFields{index: o.GetName()},
+			client.UnsafeDisableDeepCopy); err != nil {
+			p.log.Error("volumes of an image cannot be listed", "image", o.GetName(), "err", err)
+			return nil
+		}
+		for i := range vols.Items {
+			if v := &vols.Items[i]; len(v.Status.Members) == 0 || v.Spec.FromBackup != "" {
+				all = append(all, watch.Requests(v.Name)...)
+			}
 		}
 	}
 	return all
@@ -229,6 +233,8 @@ func (p *volumeReconciler) planVolume(ctx context.Context, v *api.Volume) error 
 	switch {
 	case v.Status.UID == "":
 		return beginVolume(v)
+	case len(v.Status.Members) == 0 && v.FollowsBackups():
+		return p.planStandby(ctx, v)
 	case len(v.Status.Members) == 0:
 		return p.planFirstMembers(ctx, v, mine, att)
 	}
@@ -301,6 +307,9 @@ func beginVolume(v *api.Volume) error {
 // first member then.
 func (p *volumeReconciler) planFirstMembers(ctx context.Context, v *api.Volume, mine []api.Replica,
 	att *api.Attachment) error {
+	if err := p.deleteFormerImages(ctx, v); err != nil {
+		return err
+	}
 	p.setWaiting(v.Name, true) // before the search for a disk, so that no change in between is missed
 	if err := p.createReplicas(ctx, v, mine); err != nil {
 		v.Status.Message = err.Error()

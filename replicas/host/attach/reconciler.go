@@ -320,6 +320,8 @@ func (as *reconciler) createSession(ctx context.Context, a *api.Attachment) (*Se
 	switch {
 	case v.DeletionTimestamp != nil:
 		return nil, api.Errorf(api.NotFound, "volume %s is being deleted", v.Name)
+	case v.RefuseStandby() != nil:
+		return nil, v.RefuseStandby()
 	case len(v.Status.Members) == 0:
 		return nil, api.Errorf(api.NotFound, "volume %s is not ready yet: %s", v.Name, v.Status.Message)
 	}

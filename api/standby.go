@@ -1,0 +1,134 @@
+package api
+
+import (
+	"net/url"
+	"strings"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// A standby volume follows the backups of a volume: it has no replica and holds the content of the newest backup in a
+// hidden image, until its activation makes it an ordinary volume.
+
+// StandbyStatus is about a standby volume, and stays after the activation.
+type StandbyStatus struct {
+	// Held is the backup that the volume holds whole; after the activation, the one that the volume began with.
+	Held *StandbyBackup `json:"held,omitempty"`
+	// Next is the newer backup that is being fetched, Progress how far, in percent.
+	Next     *StandbyBackup `json:"next,omitempty"`
+	Progress int32          `json:"progress,omitempty"`
+	// Message says what the activation took, and why.
+	Message string `json:"message,omitempty"`
+	// ActivatingSince is when the controller saw the wish for the activation. SyncRequestedAt is the list of the target's
+	// store that the activation asked for.
+	ActivatingSince *metav1.Time `json:"activatingSince,omitempty"`
+	SyncRequestedAt *metav1.Time `json:"syncRequestedAt,omitempty"`
+}
+
+// StandbyBackup is a backup that a standby volume holds or fetches.
+type StandbyBackup struct {
+	Backup string `json:"backup"` // name of the Backup
+	URL    string `json:"url"`
+	// SnapshotCreatedAt is the instant of the content, RFC 3339.
+	SnapshotCreatedAt string `json:"snapshotCreatedAt,omitempty"`
+	Size              int64  `json:"size,omitempty"` // of the volume then
+	// BackingImage is the hidden image with the content.
+	BackingImage string `json:"backingImage"`
+}
+
+// CutAt is the instant of the content; zero: not known.
+func (b *StandbyBackup) CutAt() time.Time { return parseInstant(b.SnapshotCreatedAt) }
+
+// ConditionFollowing is on a standby volume: False while no newer backup can arrive.
+const ConditionFollowing = "Following"
+
+// Reasons of ConditionFollowing.
+const (
+	ReasonFollowing         = "Following"
+	ReasonNoBackup          = "NoBackup"
+	ReasonTargetMissing     = "TargetMissing"
+	ReasonTargetUnavailable = "TargetUnavailable"
+	ReasonRestoreFailed     = "RestoreFailed"
+)
+
+// AnnotationActivateNow on a standby volume makes the activation take the newest backup that the volume holds whole,
+// without asking the store.
+const AnnotationActivateNow = "drover.io/activate-now"
+
+// FollowsBackups reports whether the volume is a standby volume, or is being activated.
+func (v *Volume) FollowsBackups() bool { return v.Spec.Standby || v.Status.IsStandby }
+
+// RefuseStandby returns an error if the volume cannot be used before its activation, for which nobody has asked yet.
+func (v *Volume) RefuseStandby() error {
+	if !v.Spec.Standby {
+		return nil
+	}
+	return Errorf(InUse, "volume %s is a standby volume, which cannot be used: activate it first with `drover volume "+
+		"activate %s`", v.Name, v.Name)
+}
+
+// RestoredURL is the URL of the backup that the volume begins with; empty: none, or not decided yet.
+func (v *Volume) RestoredURL() string {
+	switch st := v.Status.Standby; {
+	case st != nil && st.Held != nil:
+		return st.Held.URL
+	case v.FollowsBackups():
+		return ""
+	}
+	return v.Spec.FromBackup
+}
+
+// NextImage names the hidden image of the backup that a standby volume fetches; empty: none.
+func (v *Volume) NextImage() string {
+	if st := v.Status.Standby; st != nil && st.Next != nil {
+		return st.Next.BackingImage
+	}
+	return ""
+}
+
+// StandbyImage names the hidden image of a standby volume with the content of a backup.
+func (v *Volume) StandbyImage(b *Backup) string {
+	return restoreImagePrefix + string(v.Status.UID) + "-" + b.Status.SnapshotID[:min(12, len(b.Status.SnapshotID))]
+}
+
+// OwnsStandbyImage reports whether a hidden image has a name that StandbyImage gave for the volume.
+func (v *Volume) OwnsStandbyImage(image string) bool {
+	return v.Status.UID != "" && strings.HasPrefix(image, restoreImagePrefix+string(v.Status.UID)+"-")
+}
+
+// BackupVolumeURL is the URL of a volume's backups: the URL of one of them without the parameter backup, or the text
+// itself. Empty: the text is neither.
+func BackupVolumeURL(text string) string {
+	u, err := url.Parse(text)
+	if err != nil || u.Scheme == "" || hasPassword(u) || u.Query().Get("volume") == "" {
+		return ""
+	}
+	q := u.Query()
+	q.Del("backup")
+	u.RawQuery = q.Encode()
+	return u.String()
+}
+
+// VolumeOfURL is the name of the volume in the URL of a backup, or of a volume's backups; empty: the text is neither.
+func VolumeOfURL(text string) string {
+	u, err := url.Parse(text)
+	if err != nil {
+		return ""
+	}
+	return u.Query().Get("volume")
+}
+
+// CutAt is the instant of the backup's snapshot; zero, older than all others: not known.
+func (b *Backup) CutAt() time.Time { return parseInstant(b.Status.SnapshotCreatedAt) }
+
+// NewerThan orders the backups of a volume by their snapshots, and by name if two have one instant.
+func (b *Backup) NewerThan(o *Backup) bool {
+	x, y := b.CutAt(), o.CutAt()
+	return x.After(y) || x.Equal(y) && b.Name > o.Name
+}
+
+func parseInstant(text string) time.Time {
+	at, _ := time.Parse(time.RFC3339, text)
+	return at
+}
