@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -68,7 +69,7 @@ func attachVolume(ctx context.Context, c client.WithWatch, volume, node string, 
 	if err := getObject(ctx, c, "volume", volume, &v); err != nil {
 		return nil, err
 	}
-	if err := checkStrictLocal(ctx, c, &v, node); err != nil {
+	if err := errors.Join(v.RefuseStandby(), checkStrictLocal(ctx, c, &v, node)); err != nil {
 		return nil, err
 	}
 	if err := refuseDeleted(&v); err != nil { // a new attachment would also block the deletion

@@ -77,6 +77,7 @@ func TestBackupRestore(t *testing.T) {
 	for _, say := range []string{"fast", "db/data", "team=db", "replicas=3", "disk-selector=hdd"} {
 		r.mustSay(t, 0, say)
 	}
+	testStandby(t)
 	drover(t, kubeconfig("volume", "show", "rest-1")...).mustSay(t, 0, "backup rest-b (initiated, 40 %)")
 
 	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceRestore,
@@ -87,4 +88,52 @@ func TestBackupRestore(t *testing.T) {
 		t.Errorf("a list of images has the hidden image: %s", r.out)
 	}
 	drover(t, kubeconfig("image", "list", "--all")...).mustSay(t, 0, img.Name)
+}
+
+// testStandby: a standby volume follows the backups of a volume in a target, or of a backup's volume. volume show says
+// what it holds, an attach is refused, and volume activate says what it took.
+func testStandby(t *testing.T) {
+	t.Helper()
+	bv := &api.BackupVolume{Spec: api.BackupVolumeSpec{VolumeName: "rest", BackupTargetName: "offsite"}}
+	bv.Name = api.BackupVolumeName("rest", "offsite")
+	place(t, bv)
+	if err := status(t.Context(), bv.Name, func(v *api.BackupVolume) { v.Status.LastBackupName = "rest-b" }); err != nil {
+		t.Fatal(err)
+	}
+	for args, say := range map[string]string{
+		"--standby":                      "add --from-backup",
+		"--from-backup rest --target t1": "add --standby",
+		"--standby --from-backup none --target offsite": `has no backup of volume "none"`,
+		"--standby --from-backup file:///offsite":       "no URL of a backup",
+	} {
+		r := drover(t, kubeconfig(append([]string{"volume", "create", "x"}, strings.Fields(args)...)...)...)
+		if r.code == 0 || !strings.Contains(r.out+r.err, say) {
+			t.Errorf("%s: code %d, %s%s", args, r.code, r.out, r.err)
+		}
+	}
+	held := &api.StandbyBackup{Backup: "rest-b", URL: "u", SnapshotCreatedAt: "2026-01-02T03:04:05Z", BackingImage: "i"}
+	for name, args := range map[string][]string{
+		"dr-1": {"--from-backup", "rest", "--target", "offsite"},
+		"dr-2": {"--from-backup", "rest-b"},
+		"dr-3": {"--from-backup", "file:///offsite?volume=rest", "--size", "32Mi"},
+	} {
+		v := newVolume(name)
+		remove(t, v)
+		pen(t, name, func(v *api.Volume) {
+			v.Status.State, v.Status.IsStandby = api.VolumeStandby, true
+			v.Status.Standby = &api.StandbyStatus{Held: held, Next: held, Progress: 30}
+		})
+		drover(t, kubeconfig(append([]string{"volume", "create", name, "--standby"}, args...)...)...).mustSay(t, 0,
+			`follows the backups of volume "rest"`)
+		if err := store.Get(t.Context(), client.ObjectKey{Name: name}, v); err != nil {
+			t.Fatal(err)
+		}
+		if s := v.Spec; s.FromBackup != "file:///offsite?volume=rest" || s.Size != 32<<20 || !s.Standby {
+			t.Errorf("%s: %+v", name, s)
+		}
+	}
+	drover(t, kubeconfig("volume", "show", "dr-1")...).mustSay(t, 0, "holds backup rest-b of 2026-01-02",
+		"rest-b of 2026-01-02T03:04:05Z, 30 %")
+	drover(t, kubeconfig("volume", "attach", "dr-1", "--node", "n1")...).mustSay(t, 5, "drover volume activate dr-1")
+	drover(t, kubeconfig("volume", "activate", "rest-1")...).mustSay(t, 2, "no standby volume")
 }

@@ -21,7 +21,7 @@ func (a *app) volumeCommand() *cobra.Command {
 	c := groupCommand("volume", "Replicated block devices", "volumes", "vol")
 	c.AddCommand(a.volumeCreate(), a.volumeList(), a.volumeShow(), a.volumeAttach(), a.volumeDetach(), a.volumeMount(),
 		a.volumeUmount(), a.volumeExpand(), a.volumeScrub(), a.volumeTrim(), a.volumeSalvage(), a.volumeRetry(),
-		a.volumeExport(), a.volumeDelete())
+		a.volumeActivate(), a.volumeExport(), a.volumeDelete())
 	return c
 }
 
@@ -74,7 +74,7 @@ func (f *volumeFlags) applyShared(c *cobra.Command, record *api.RecordedVolume) 
 
 func (a *app) volumeCreate() *cobra.Command {
 	var f volumeFlags
-	var from, backup string
+	var from, backup, target string
 	v := &f.volume
 	c := &cobra.Command{
 		Use:   "create NAME",
@@ -84,6 +84,7 @@ func (a *app) volumeCreate() *cobra.Command {
 			"  drover volume create copy --from db                 # a volume as it is now, or a snapshot\n" +
 			"  drover volume create copy --from db --clone-mode full-copy\n" +
 			"  drover volume create again --from-backup db-friday  # as large as the backup\n" +
+			"  drover volume create db-dr --standby --from-backup db --target offsite\n" +
 			"  drover volume create db --size 100Gi --fs xfs",
 		Args: checkArgs(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -110,6 +111,12 @@ func (a *app) volumeCreate() *cobra.Command {
 				return err
 			}
 			switch {
+			case v.Spec.Standby && backup == "":
+				return usagef("--standby: which backups? add --from-backup")
+			case target != "" && !v.Spec.Standby:
+				return usagef("--target names the target of the backups that a standby volume follows: add --standby")
+			case v.Spec.Standby:
+				err = setStandby(ctx, c, &v.Spec, backup, target, f.size)
 			case backup != "":
 				err = f.setBackup(ctx, cmd, c, backup)
 			case from != "":
@@ -133,7 +140,11 @@ func (a *app) volumeCreate() *cobra.Command {
 		"with --from: linked (default: at once, the volumes share layers) or full-copy (Drover copies all layers)")
 	c.Flags().StringVar(&v.Spec.BackingImage, "image", "", "backing image whose content the volume begins with")
 	c.Flags().StringVar(&backup, "from-backup", "",
-		"backup whose content the volume begins with, by name, handle or URL")
+		"backup whose content the volume begins with, by name, handle or URL; with --standby also the name of a volume")
+	c.Flags().BoolVar(&v.Spec.Standby, "standby", false,
+		"follow the backups of the volume of --from-backup, until `drover volume activate`")
+	c.Flags().StringVar(&target, "target", "", "with --standby and the name of a volume: target of its backups (default "+
+		api.DefaultBackupTarget+")")
 	f.addRestore(c)
 	c.Flags().StringVar(&v.Spec.FSType, "fs", "", "filesystem that the first mount makes: ext4, xfs or btrfs")
 	c.Flags().StringVar(&v.Spec.MkfsParams, "mkfs-params", "", "further options for mkfs")
@@ -164,6 +175,8 @@ func (a *app) makeVolume(ctx context.Context, cmd *cobra.Command, c client.WithW
 			from = " from " + vol.Spec.DataSource
 		case vol.Spec.BackingImage != "":
 			from = fmt.Sprintf(" from image %q", vol.Spec.BackingImage)
+		case vol.Spec.Standby:
+			from = fmt.Sprintf(", follows the backups of volume %q", api.VolumeOfURL(vol.Spec.FromBackup))
 		case vol.Spec.FromBackup != "":
 			from = fmt.Sprintf(" from backup %q", api.BackupOfURL(vol.Spec.FromBackup))
 		}
@@ -377,6 +390,7 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 	}
 	printFields(w, "Name", v.Name, "State", string(s.State), "Robustness", string(s.Robustness), "Message", s.Message,
 		"Size", size, "Used", used, "Image", v.Spec.BackingImage, "Source", sourceText(v),
+		"Standby", standbyText(v),
 		"Replicas", fmt.Sprint(v.Spec.NumberOfReplicas),
 		"Filesystem", strings.TrimSpace(v.Spec.FSType+" "+v.Spec.MkfsParams), "Attached", where, "Mounted", mounted,
 		"Epoch", fmt.Sprint(s.Epoch), "UID", string(s.UID))
@@ -444,6 +458,9 @@ func (a *app) volumeRetry() *cobra.Command {
 func sourceText(v *api.Volume) string {
 	if c := v.Status.CloneStatus; c != nil {
 		return v.Spec.DataSource + " (" + string(c.State) + ")" + colon(c.Message)
+	}
+	if v.FollowsBackups() {
+		return "backups of volume " + api.VolumeOfURL(v.Spec.FromBackup)
 	}
 	if r := v.Status.RestoreStatus; r != nil {
 		text := fmt.Sprintf("backup %s (%s", r.Backup, r.State)
