@@ -26,7 +26,8 @@ func TestBackupStories(t *testing.T) {
 		story{"restic reads what Drover backed up", resticReadsBackups},
 		story{"a backup survives kill -9", killedBackup},
 		story{"a damaged backup is restored with zeros", damagedBackup},
-		story{"an image travels with its volume", imageTravels})
+		story{"an image travels with its volume", imageTravels},
+		story{"a standby volume follows backups and is activated", standbyFollows})
 }
 
 // backupPassword is the password of the stores of these stories.

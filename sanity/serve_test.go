@@ -92,6 +92,7 @@ type world struct {
 	node       csi.NodeClient
 	objects    client.WithWatch
 	name       string // of the node
+	metrics    string // URL
 }
 
 const settle = 2 * time.Minute // above any duration here on a busy machine: seconds, ten times more at a load of 30
@@ -138,6 +139,9 @@ func (w *world) serve(bin string) {
 	w.done = make(chan struct{})
 	go func(cmd *exec.Cmd, done chan struct{}) { // ends with the process
 		for lines := bufio.NewScanner(out); lines.Scan(); {
+			if key, url, _ := strings.Cut(lines.Text(), " "); key == "metrics" {
+				w.metrics = strings.TrimSpace(url)
+			}
 			if strings.HasPrefix(lines.Text(), "ready ") {
 				close(ready)
 			}
