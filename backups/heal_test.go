@@ -108,6 +108,26 @@ func TestOtherNodesHeal(t *testing.T) {
 	w.awaitReleased()
 }
 
+// TestVerificationHealsImages: the store damages the last chunk of the backup of an image, which a copy on the node's
+// disk has. The chunk is shorter than that of the image's layer.
+func TestVerificationHealsImages(t *testing.T) {
+	w := newWorld(t)
+	i := w.newImage("golden", 3*chunk-512, nil, nil, map[int64][]byte{2 * chunk: randomBytes(1, chunk-512)})
+	w.Create(&api.ImageCopy{ObjectMeta: apitest.Named("golden-1"), Spec: api.ImageCopySpec{Image: i.name, UUID: i.uuid,
+		Layers: i.layers, Node: nodeName, Disk: api.UID(w.disk.UID())}})
+	w.start(nil)
+	b := w.backUp("b", i)
+	w.awaitStored(b)
+	w.spoilFirstBlob()
+	if f := w.verify(); f.HealedBlobs != 1 || f.DamagedBlobs != 0 || f.DamagedBackups != 0 {
+		t.Errorf("verification %+v", f)
+	}
+	if !bytes.Equal(w.dumpImage(b), i.content) {
+		t.Error("restic reads other bytes than the image has")
+	}
+	w.awaitReleased()
+}
+
 // TestDamagedBackupIsNoBase: a verification finds a damaged chunk that no snapshot object leads to. The next backup of
 // the volume, which still has the chunk, does not take the chunk over from the damaged backup, and is whole.
 func TestDamagedBackupIsNoBase(t *testing.T) {
@@ -134,7 +154,7 @@ func (w *world) spoilFirstBlob() {
 			return err
 		}
 		body, err := os.ReadFile(path)
-		if err != nil || len(body) < chunk {
+		if err != nil || len(body) < chunk/2+4096 {
 			return err
 		}
 		copy(body[chunk/2:], make([]byte, 4096))

@@ -100,8 +100,8 @@ func (a *app) snapshotExport() *cobra.Command {
 	return c
 }
 
-// newExport is the export of an object whose layers exist. The kind is a key of kinds. The command reads the object, and
-// stores its name in source.
+// newExport is the export of an object whose layers exist. The kind is a key of kinds. The command reads the object,
+// and stores its name in source.
 func (a *app) newExport(o *ExportOptions, kind string, object client.Object, source *string) *cobra.Command {
 	c := &cobra.Command{Use: "export NAME FILE", Args: checkArgs(cobra.ExactArgs(2)),
 		RunE: func(cmd *cobra.Command, left []string) error {

@@ -1,7 +1,7 @@
-// Package heal finds lost chunks of a backup target in the snapshots on the node's disks, and writes the chunks into
-// the repository again.
+// Package heal finds lost chunks of a backup target in the snapshots and images on the node's disks, and writes the
+// chunks into the repository again.
 //
-// Invariants: heal writes only bytes with the digest of the lost chunk. A hold keeps the layers of an open snapshot
+// Invariants: heal writes only bytes with the digest of the lost chunk. A hold keeps the layers of an open source
 // until the heal ends, however long that takes; after a kill, the collector of holds releases the hold.
 //
 // The package starts no goroutines of its own.
@@ -30,6 +30,9 @@ import (
 // healSnapshots is how many snapshots of a volume a heal looks at on each disk, the newest first.
 const healSnapshots = 64
 
+// holdName tells people who holds layers.
+const holdName = "verification"
+
 // Disks are the disks of a node.
 type Disks struct {
 	Live client.Reader // without a cache
@@ -40,21 +43,28 @@ type Disks struct {
 	Log     *slog.Logger
 }
 
-// Heal writes the chunks again that the snapshots of a repository lost and the disks have, and returns their number.
+// Heal writes the chunks again that snapshots of a repository lost and the disks have, and returns their number.
 func (d *Disks) Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions) (int64, error) {
-	f := &chunkFinder{Disks: d, volumes: map[string][]*heldSnapshot{}}
+	f := &chunkFinder{Disks: d, held: map[subject][]*heldSource{}}
 	defer f.close()
 	return mover.Heal(ctx, r, snapshots, o, f.find)
 }
 
-// chunkFinder finds chunks of volumes in the snapshots on the node's disks. One goroutine uses it.
+// chunkFinder finds chunks of volumes in the snapshots on the node's disks, and chunks of images in their copies there.
+// One goroutine uses it.
 type chunkFinder struct {
 	*Disks
-	volumes map[string][]*heldSnapshot
+	held map[subject][]*heldSource
 }
 
-// heldSnapshot is an open snapshot. A hold keeps the layers.
-type heldSnapshot struct {
+// subject is the volume or image of a backup.
+type subject struct {
+	kind manifest.Kind
+	name string
+}
+
+// heldSource is an open snapshot or image. A hold keeps the layers.
+type heldSource struct {
 	block.DigestSource
 	disk   block.SnapshotDisk
 	holder string
@@ -63,22 +73,25 @@ type heldSnapshot struct {
 // find is a mover.FindChunk.
 func (f *chunkFinder) find(ctx context.Context, d manifest.Description, number int64, digest blob.ID, b []byte) (
 	bool, error) {
-	if d.Kind != manifest.Volume {
-		return false, nil
-	}
-	held, opened := f.volumes[d.Name]
+	of := subject{d.Kind, d.Name}
+	held, opened := f.held[of]
 	if !opened {
 		var err error
-		if held, err = f.open(ctx, d.Name); err != nil {
+		if d.Kind == manifest.Volume {
+			held, err = f.openVolume(ctx, d.Name)
+		} else {
+			held, err = f.openImage(ctx, d.Name)
+		}
+		if f.held[of] = held; err != nil { // close releases the ones that were opened
 			return false, err
 		}
-		f.volumes[d.Name] = held
 	}
 	for _, s := range held {
 		if number*block.ChunkSize+int64(len(b)) > s.Size() {
 			continue
 		}
-		if sum, known := s.Digest(number); known && blob.ID(sum) != digest {
+		// The last chunk of an image is shorter than that of the image's layers.
+		if sum, known := s.Digest(number); known && len(b) == block.ChunkSize && blob.ID(sum) != digest {
 			continue
 		}
 		n, err := s.ReadAt(b, number*block.ChunkSize)
@@ -95,8 +108,8 @@ func (f *chunkFinder) find(ctx context.Context, d manifest.Description, number i
 	return false, nil
 }
 
-// open opens the snapshots of a volume on the disks of the node. A snapshot that cannot be opened is no source.
-func (f *chunkFinder) open(ctx context.Context, volume string) (held []*heldSnapshot, err error) {
+// openVolume opens the snapshots of a volume on the disks of the node. A snapshot that cannot be opened is no source.
+func (f *chunkFinder) openVolume(ctx context.Context, volume string) (held []*heldSource, err error) {
 	var replicas api.ReplicaList
 	var snapshots api.SnapshotList
 	if err := f.Live.List(ctx, &replicas); err != nil {
@@ -121,7 +134,9 @@ func (f *chunkFinder) open(ctx context.Context, volume string) (held []*heldSnap
 			continue // the disk's own condition says why
 		}
 		for j := range of[:min(len(of), healSnapshots)] {
-			s, err := f.hold(ctx, disk, rep, &of[j].Status)
+			s, err := f.hold(disk, func(holder string) ([]string, int64, error) {
+				return holdSnapshot(ctx, disk, holder, rep, &of[j].Status)
+			})
 			if ctx.Err() != nil {
 				return held, context.Cause(ctx)
 			}
@@ -135,16 +150,61 @@ func (f *chunkFinder) open(ctx context.Context, volume string) (held []*heldSnap
 	return held, nil
 }
 
-func (f *chunkFinder) hold(ctx context.Context, disk block.SnapshotDisk, rep *api.ReplicaSpec,
-	s *api.SnapshotStatus) (*heldSnapshot, error) {
+func holdSnapshot(ctx context.Context, disk block.SnapshotDisk, holder string, rep *api.ReplicaSpec,
+	s *api.SnapshotStatus) (layers []string, size int64, err error) {
 	created, err := time.Parse(time.RFC3339, s.CreationTime)
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
+	return disk.HoldSnapshot(ctx, holder, holdName, string(rep.UID),
+		block.SnapshotCut{UID: string(s.UID), Created: created})
+}
+
+// openImage opens the copies of an image on the disks of the node. A copy that cannot be opened is no source.
+func (f *chunkFinder) openImage(ctx context.Context, name string) (held []*heldSource, err error) {
+	var img api.BackingImage
+	var copies api.ImageCopyList
+	if err := f.Live.Get(ctx, client.ObjectKey{Name: name}, &img); err != nil {
+		return nil, client.IgnoreNotFound(api.Explain(err, "image %s", name))
+	}
+	if err := f.Live.List(ctx, &copies); err != nil {
+		return nil, api.Explain(err, "list image copies")
+	}
+	var layers []string
+	for _, uid := range img.Status.Layers {
+		layers = append(layers, string(uid))
+	}
+	size := (img.Status.VirtualSize + block.Size - 1) / block.Size * block.Size
+	for i := range copies.Items {
+		c := &copies.Items[i].Spec
+		if c.Image != name || c.UUID != img.Status.UUID || c.Node != f.Node {
+			continue
+		}
+		disk, err := f.Disk(c.Disk)
+		if err != nil {
+			continue // the disk's own condition says why
+		}
+		s, err := f.hold(disk, func(holder string) ([]string, int64, error) {
+			return layers, size, disk.HoldLayers(ctx, holder, holdName, layers)
+		})
+		if ctx.Err() != nil {
+			return held, context.Cause(ctx)
+		}
+		if err != nil {
+			f.Log.Info("a copy is no source for a damaged backup", "image", name, "disk", c.Disk, "err", err)
+			continue
+		}
+		held = append(held, s)
+	}
+	return held, nil
+}
+
+// hold opens the layers that take holds for a new holder.
+func (f *chunkFinder) hold(disk block.SnapshotDisk, take func(holder string) ([]string, int64, error)) (
+	*heldSource, error) {
 	holder := string(api.NewUID())
 	f.Holders.Add(holder)
-	layers, size, err := disk.HoldSnapshot(ctx, holder, "verification", string(rep.UID),
-		block.SnapshotCut{UID: string(s.UID), Created: created})
+	layers, size, err := take(holder)
 	if err != nil {
 		return nil, errors.Join(err, f.release(disk, holder)) // the disk may have the hold nevertheless
 	}
@@ -157,7 +217,7 @@ func (f *chunkFinder) hold(ctx context.Context, disk block.SnapshotDisk, rep *ap
 		return nil, errors.Join(api.Errorf(api.Unsupported, "the disk has no digests"), source.Close(),
 			f.release(disk, holder))
 	}
-	return &heldSnapshot{digests, disk, holder}, nil
+	return &heldSource{digests, disk, holder}, nil
 }
 
 // release ends a hold. The collector tries again after an error.
@@ -166,12 +226,12 @@ func (f *chunkFinder) release(disk block.SnapshotDisk, holder string) error {
 	return disk.ReleaseSnapshot(holder)
 }
 
-// close releases all snapshots.
+// close releases all sources.
 func (f *chunkFinder) close() {
-	for _, held := range f.volumes {
+	for _, held := range f.held {
 		for _, s := range held {
 			if err := errors.Join(s.Close(), f.release(s.disk, s.holder)); err != nil {
-				f.Log.Warn("a snapshot that was read for a damaged backup cannot be released", "err", err)
+				f.Log.Warn("a source that was read for a damaged backup cannot be released", "err", err)
 			}
 		}
 	}

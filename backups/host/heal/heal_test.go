@@ -7,6 +7,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host/holders"
+	"drover.io/drover/backups/manifest"
 	"drover.io/drover/block"
 )
 
@@ -39,7 +40,10 @@ func (source) Close() error { return nil }
 func TestCollectorKeepsTheHoldsOfAHeal(t *testing.T) {
 	disk, h := &heldDisk{}, &holders.Set{}
 	f := &chunkFinder{Disks: &Disks{Holders: h, Log: slog.New(slog.DiscardHandler)}}
-	s, err := f.hold(t.Context(), disk, &api.ReplicaSpec{}, &api.SnapshotStatus{CreationTime: "2026-01-02T03:04:05Z"})
+	s, err := f.hold(disk, func(holder string) ([]string, int64, error) {
+		return holdSnapshot(t.Context(), disk, holder, &api.ReplicaSpec{},
+			&api.SnapshotStatus{CreationTime: "2026-01-02T03:04:05Z"})
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -47,7 +51,7 @@ func TestCollectorKeepsTheHoldsOfAHeal(t *testing.T) {
 	if err := h.Release(holder, disk.ReleaseSnapshot); err != nil || disk.holder == "" {
 		t.Errorf("the collector released the hold of a heal in progress, err %v", err)
 	}
-	f.volumes = map[string][]*heldSnapshot{"v": {s}}
+	f.held = map[subject][]*heldSource{{manifest.Volume, "v"}: {s}}
 	f.close()
 	if disk.holder != "" {
 		t.Error("the heal has ended and left its hold")

@@ -150,7 +150,8 @@ func (r *healReconciler) addHealed(ctx context.Context, cached *api.BackupTarget
 	return false, nil
 }
 
-// heal writes the damaged blobs again that disks of the node have: of backups of volumes with a replica here.
+// heal writes the damaged blobs again that disks of the node have: of backups of volumes with a replica here, and of
+// images with a copy here.
 func (r *Repositories) heal(ctx context.Context, t *api.BackupTarget, node string, o Options) (result healResult) {
 	damaged, err := r.damagedHere(ctx, t.Name, node)
 	if err != nil || len(damaged) == 0 {
@@ -163,7 +164,7 @@ func (r *Repositories) heal(ctx context.Context, t *api.BackupTarget, node strin
 	return result
 }
 
-// damagedHere are the snapshots of damaged backups whose volumes have a replica on the node.
+// damagedHere are the snapshots of damaged backups whose volume has a replica, or whose image has a copy, on the node.
 func (r *Repositories) damagedHere(ctx context.Context, target, node string) (damaged []blob.ID, err error) {
 	backups, err := backupsOf(ctx, r.live, target)
 	if err != nil {
@@ -173,15 +174,28 @@ func (r *Repositories) damagedHere(ctx context.Context, target, node string) (da
 	if err := r.live.List(ctx, &replicas); err != nil {
 		return nil, api.Explain(err, "list replicas")
 	}
-	here := map[string]bool{}
+	var copies api.ImageCopyList
+	if err := r.live.List(ctx, &copies); err != nil {
+		return nil, api.Explain(err, "list image copies")
+	}
+	volumes, images := map[string]bool{}, map[string]bool{}
 	for i := range replicas.Items {
-		if s := &replicas.Items[i].Spec; s.Node == node {
-			here[s.Volume] = true
-		}
+		s := &replicas.Items[i].Spec
+		volumes[s.Volume] = volumes[s.Volume] || s.Node == node
+	}
+	for i := range copies.Items {
+		s := &copies.Items[i].Spec
+		images[s.Image] = images[s.Image] || s.Node == node
 	}
 	for _, b := range backups {
-		volume, is := b.(*api.Backup)
-		if id, ok := snapshotOf(b); ok && is && b.Common().Damaged && here[volume.Spec.Volume] {
+		here := false
+		switch b := b.(type) {
+		case *api.Backup:
+			here = volumes[b.Spec.Volume]
+		case *api.BackupBackingImage:
+			here = images[b.Spec.BackingImageName]
+		}
+		if id, ok := snapshotOf(b); ok && here && b.Common().Damaged {
 			damaged = append(damaged, id)
 		}
 	}
