@@ -27,6 +27,7 @@ func TestBackupStories(t *testing.T) {
 		story{"a backup survives kill -9", killedBackup},
 		story{"a damaged backup is restored with zeros", damagedBackup},
 		story{"an image travels with its volume", imageTravels},
+		story{"labels and parameters of a volume travel with its backup", recordTravels},
 		story{"a standby volume follows backups and is activated", standbyFollows})
 }
 
@@ -36,10 +37,17 @@ const backupPassword = "correct horse battery staple"
 // makeTarget makes a target in a new folder, and returns the folder.
 func (w *world) makeTarget(t *testing.T, name string) string {
 	t.Helper()
-	store, password := t.TempDir(), filepath.Join(t.TempDir(), "password")
+	store := t.TempDir()
+	w.openTarget(t, name, store)
+	return store
+}
+
+// openTarget makes a target in a folder.
+func (w *world) openTarget(t *testing.T, name, store string) {
+	t.Helper()
+	password := filepath.Join(t.TempDir(), "password")
 	must(t, os.WriteFile(password, []byte(backupPassword+"\n"), 0o600))
 	w.must("target", "create", name, "file://"+store, "--password-file", password)
-	return store
 }
 
 // backup is the object of a backup.
@@ -428,9 +436,34 @@ func damageLargestFile(t *testing.T, dir string) {
 	must(t, f.Close())
 }
 
+// recordTravels: a cluster that knows the store alone makes a volume like the one that was backed up.
+func recordTravels(t *testing.T, w *world) {
+	store := w.makeTarget(t, "record")
+	w.must("volume", "create", "origin", "--size", "16Mi", "--label", "team=db", "--auto-balance", "least-effort")
+	w.must("backup", "create", "origin", "--name", "of-origin", "--target", "record")
+	w.must("volume", "delete", "origin")
+	w.must("target", "delete", "record", "--force")
+	w.openTarget(t, "record", store)
+	w.must("target", "sync", "record")
+	w.must("backup", "restore", "of-origin", "--name", "same")
+	w.must("backup", "restore", "of-origin", "--name", "other", "--auto-balance", "disabled", "--label", "team=qa")
+	for name, want := range map[string][2]string{"same": {"db", "least-effort"}, "other": {"qa", "disabled"}} {
+		var v api.Volume
+		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: name}, &v))
+		if got := [2]string{v.Labels["team"], v.Spec.ReplicaAutoBalance}; got != want {
+			t.Errorf("volume %s has the label and the auto-balance %q, want %q", name, got, want)
+		}
+		w.must("volume", "delete", name)
+	}
+	w.must("backup", "delete", "of-origin")
+	w.must("target", "delete", "record")
+}
+
 // imageTravels: the backup of a volume takes its image along, and uploads the image's chunks once. The image, deleted
 // meanwhile, is restored with its checksum and its bytes, and restic reads them, too.
 func imageTravels(t *testing.T, w *world) {
+	ctx, cancel := timeout(t)
+	defer cancel()
 	store := w.makeTarget(t, "images")
 	body := make([]byte, 20*mib+512)
 	_, _ = rand.NewChaCha8([32]byte{7}).Read(body)
@@ -451,7 +484,10 @@ func imageTravels(t *testing.T, w *world) {
 	if n := folderSize(t, store); n > 24*mib {
 		t.Errorf("an image of 20 MiB and an unchanged volume take %d bytes", n)
 	}
+	var v api.Volume
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "of-gold"}, &v))
 	do(t, a.remove)
+	must(t, await.Gone(ctx, w.objects, &v, nil)) // the volume stays until the snapshot of the backup is deleted
 	w.must("image", "delete", "gold")
 	w.must("image", "restore", name)
 	again := w.image("gold", "is ready again", func(i *api.BackingImage) bool { return i.Status.State == api.ImageReady })
