@@ -90,8 +90,9 @@ func TestBackupRestore(t *testing.T) {
 	drover(t, kubeconfig("image", "list", "--all")...).mustSay(t, 0, img.Name)
 }
 
-// testStandby: a standby volume follows the backups of a volume in a target, or of a backup's volume. volume show says
-// what it holds, an attach is refused, and volume activate says what it took.
+// testStandby: a standby volume follows the backups of a volume in a target, or of a backup's volume, and takes over
+// labels and parameters of a backup that Drover knows. volume show says what it holds, an attach is refused, and volume
+// activate says what it took.
 func testStandby(t *testing.T) {
 	t.Helper()
 	bv := &api.BackupVolume{Spec: api.BackupVolumeSpec{VolumeName: "rest", BackupTargetName: "offsite"}}
@@ -112,10 +113,14 @@ func testStandby(t *testing.T) {
 		}
 	}
 	held := &api.StandbyBackup{Backup: "rest-b", URL: "u", SnapshotCreatedAt: "2026-01-02T03:04:05Z", BackingImage: "i"}
-	for name, args := range map[string][]string{
-		"dr-1": {"--from-backup", "rest", "--target", "offsite"},
-		"dr-2": {"--from-backup", "rest-b"},
-		"dr-3": {"--from-backup", "file:///offsite?volume=rest", "--size", "32Mi"},
+	for name, c := range map[string]struct {
+		args []string
+		want string // labels and parameters
+	}{
+		"dr-1": {[]string{"--from-backup", "rest", "--target", "offsite"}, "map[team:db tier:1] 3 [hdd]"},
+		"dr-2": {[]string{"--from-backup", "rest-b", "--disk-selector", "ssd"}, "map[team:db tier:1] 3 [ssd]"},
+		"dr-3": {[]string{"--from-backup", "file:///offsite?volume=rest", "--size", "32Mi", "--disk-selector", "ssd"},
+			"map[] 1 [ssd]"},
 	} {
 		v := newVolume(name)
 		remove(t, v)
@@ -123,13 +128,15 @@ func testStandby(t *testing.T) {
 			v.Status.State, v.Status.IsStandby = api.VolumeStandby, true
 			v.Status.Standby = &api.StandbyStatus{Held: held, Next: held, Progress: 30}
 		})
-		drover(t, kubeconfig(append([]string{"volume", "create", name, "--standby"}, args...)...)...).mustSay(t, 0,
+		drover(t, kubeconfig(append([]string{"volume", "create", name, "--standby"}, c.args...)...)...).mustSay(t, 0,
 			`follows the backups of volume "rest"`)
 		if err := store.Get(t.Context(), client.ObjectKey{Name: name}, v); err != nil {
 			t.Fatal(err)
 		}
-		if s := v.Spec; s.FromBackup != "file:///offsite?volume=rest" || s.Size != 32<<20 || !s.Standby {
-			t.Errorf("%s: %+v", name, s)
+		s := v.Spec
+		if got := fmt.Sprint(v.Labels, " ", s.NumberOfReplicas, " ", s.DiskSelector); got != c.want ||
+			s.FromBackup != "file:///offsite?volume=rest" || s.Size != 32<<20 || !s.Standby {
+			t.Errorf("%s: %s, want %s; %+v", name, got, c.want, s)
 		}
 	}
 	drover(t, kubeconfig("volume", "show", "dr-1")...).mustSay(t, 0, "holds backup rest-b of 2026-01-02",

@@ -16,21 +16,25 @@ import (
 )
 
 // setStandby lets a new volume follow backups: those of a volume in a target, or of a backup's volume.
-func setStandby(ctx context.Context, c client.Client, spec *api.VolumeSpec, from, target, size string) (err error) {
+func (f *volumeFlags) setStandby(ctx context.Context, cmd *cobra.Command, c client.Client, from, target string) (
+	err error) {
+	spec := &f.volume.Spec
 	if strings.Contains(from, "://") && !api.IsBackupHandle(from) {
 		if spec.FromBackup = api.BackupVolumeURL(from); spec.FromBackup == "" { // not repeated: the text may hold a password
 			return api.Errorf(api.Invalid, "--from-backup: the text is no URL of a backup: see `drover backup show`")
 		}
 		spec.Size = api.MinVolumeSize // the volume grows with the backups
+		f.applyShared(cmd, nil)
 	} else {
 		b, err := followedBackup(ctx, c, from, target)
 		if err != nil {
 			return err
 		}
 		spec.FromBackup, spec.Size = api.BackupVolumeURL(b.Status.URL), api.RoundSize(b.Status.VolumeSize)
+		f.applyShared(cmd, b.Status.RecordedVolume)
 	}
-	if size != "" {
-		spec.Size, err = volumeSize(size)
+	if f.size != "" {
+		spec.Size, err = volumeSize(f.size)
 	}
 	return err
 }

@@ -68,7 +68,7 @@ func (a *app) volumeCreate() *cobra.Command {
 			case target != "" && !v.Spec.Standby:
 				return usagef("--target names the target of the backups that a standby volume follows: add --standby")
 			case v.Spec.Standby:
-				err = setStandby(ctx, c, &v.Spec, backup, target, f.size)
+				err = f.setStandby(ctx, cmd, c, backup, target)
 			case backup != "":
 				err = f.setBackup(ctx, cmd, c, backup)
 			case from != "":
