@@ -1,5 +1,5 @@
-// Package await waits, by a watch and without polling, until an object has the state that a caller needs, or follows the
-// objects of a list. The package also edits objects that other programs write too.
+// Package await waits, by a watch and without polling, until an object has the state that a caller needs, or follows
+// the objects of a list. The package also edits objects that other programs write too.
 //
 // The package starts no goroutines; the watch ends before a call returns. Errors are those of the Kubernetes client
 // and of the context, unwrapped: the caller names the state that was awaited.

@@ -12,8 +12,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// Each lists, then watches, and calls see for every object and every change, in the caller's goroutine, until
-// see returns true. After the end of a watch (server restart, expired version) Each lists again.
+// Each lists, then watches, and calls see for every object and every change, in the caller's goroutine, until see
+// returns true. After the end of a watch (server restart, expired version) Each lists again.
 func Each(ctx context.Context, c client.WithWatch, list client.ObjectList,
 	see func(client.Object) (bool, error), opts ...client.ListOption) error {
 	return EachAndGone(ctx, c, list, map[string]client.Object{}, func(o client.Object, gone bool) (bool, error) {

@@ -16,7 +16,7 @@ func (a *app) backupLocks() *cobra.Command {
 	target, remove := "", false
 	c := &cobra.Command{
 		Use: "locks", Short: "List the locks of a target's repository",
-		Long: "Each session of Drover and of restic that uses the repository has a lock, and refreshes it every five minutes.\n" +
+		Long: "Each session of Drover and of restic in the repository has a lock, and refreshes it every five minutes.\n" +
 			"An exclusive lock, such as that of `restic prune`, keeps all other sessions out. A lock without a refresh for\n" +
 			"30 minutes is stale: its session has ended without deleting it. --remove-stale deletes stale locks alone.",
 		Example: "  drover backup locks\n  drover backup locks --target offsite --remove-stale",
@@ -102,13 +102,14 @@ func listLocks(ctx context.Context, c client.WithWatch, name string, remove bool
 	if err != nil {
 		return nil, err
 	}
-	return awaitAnswer(ctx, c, name, "the locks of target %q are not listed yet%s", remarks, func(t *api.BackupTarget) bool {
-		return t.Status.Locks != nil && !t.Status.Locks.Request.At.Before(&asked)
-	})
+	return awaitAnswer(ctx, c, name, "the locks of target %q are not listed yet%s", remarks,
+		func(t *api.BackupTarget) bool {
+			return t.Status.Locks != nil && !t.Status.Locks.Request.At.Before(&asked)
+		})
 }
 
-// awaitAnswer waits until the node of a target has answered a request. late is the message of a timeout, with the name of
-// the target and why it is unavailable.
+// awaitAnswer waits until the node of a target has answered a request. late is the message of a timeout, for the name
+// of the target and the reason why the target is unavailable.
 func awaitAnswer(ctx context.Context, c client.WithWatch, name, late string, remarks io.Writer,
 	answered func(*api.BackupTarget) bool) (*api.BackupTarget, error) {
 	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)

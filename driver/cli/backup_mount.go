@@ -23,9 +23,9 @@ func (a *app) backupMount() *cobra.Command {
 	c := &cobra.Command{
 		Use: "mount BACKUP [DIR]", Short: "Show the files of a backup in a folder of this machine, at once",
 		Long: "Mounts the filesystem of a backup read-only at a folder of this machine, whatever the size of the backup:\n" +
-			"Drover fetches the chunks that are read, and nothing else. For this purpose Drover makes a volume of the backup, which\n" +
-			"`drover backup unmount` deletes. The filesystem is as after a power cut, and recovers in this volume; the\n" +
-			"backup stays as it is. A disk with partitions needs --partition.",
+			"Drover fetches the chunks that are read, and nothing else. For this purpose Drover makes a volume of the\n" +
+			"backup, which `drover backup unmount` deletes. The filesystem is as after a power cut, and recovers in this\n" +
+			"volume; the backup stays as it is. A disk with partitions needs --partition.",
 		Example: "  drover backup mount db-friday /mnt/friday\n  drover backup mount vm-friday /mnt/friday --partition 1\n" +
 			"  drover backup mount raw-friday --device-only\n  drover backup unmount /mnt/friday",
 		Args: checkArgs(cobra.RangeArgs(1, 2)),
@@ -183,7 +183,7 @@ func (m *backupMounting) mount(ctx context.Context) (err error) {
 			return
 		}
 		if rerr := removeBackupMount(context.WithoutCancel(ctx), m.c, &m.volume); rerr != nil {
-			err = fmt.Errorf("%w; volume %q is left, remove it with `drover volume delete`: %w", err, m.volume.Name, rerr)
+			err = fmt.Errorf("%w; volume %q is left, remove it with `drover backup unmount`: %w", err, m.volume.Name, rerr)
 		}
 	}()
 	_, err = awaitVolume(ctx, m.c, m.volume.Name, m.remarks, func(v *api.Volume) bool {
@@ -206,8 +206,8 @@ func (m *backupMounting) mount(ctx context.Context) (err error) {
 func (a *app) backupUnmount() *cobra.Command {
 	return &cobra.Command{
 		Use: "unmount DIR|BACKUP...", Short: "End the mounts of a backup on this machine", Aliases: []string{"umount"},
-		Long: "Unmounts a folder of `drover backup mount`, or all mounts of a backup on this machine, and deletes the volume of\n" +
-			"each mount; also after an interrupted mount, and after a restart of the machine.",
+		Long: "Unmounts a folder of `drover backup mount`, or all mounts of a backup on this machine, and deletes the\n" +
+			"volume of each mount; also after an interrupted mount, and after a restart of the machine.",
 		Example: "  drover backup unmount /mnt/friday\n  drover backup unmount db-friday",
 		Args:    checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(backups, false),
 		RunE: func(cmd *cobra.Command, left []string) error {

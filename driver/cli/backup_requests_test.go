@@ -20,7 +20,15 @@ import (
 
 // TestBackupMountRefusesAtOnce: backup mount and unmount refuse wrong lines and unknown backups, and make no volume.
 func TestBackupMountRefusesAtOnce(t *testing.T) {
-	place(t, newTarget("mounted"), newBackup("mounted", "v", "mounted"))
+	longhorn, theirs := newTarget("mounted-longhorn"), newBackup("mounted-theirs", "v", "mounted-longhorn")
+	place(t, newTarget("mounted"), newBackup("mounted", "v", "mounted"), longhorn, theirs)
+	longhorn.Status.Format = api.FormatLonghorn
+	theirs.Status.State, theirs.Status.VolumeSize, theirs.Status.URL = api.BackupCompleted, 10<<20, "s3://b@r/?backup=b&volume=v"
+	for _, o := range []client.Object{longhorn, theirs} {
+		if err := store.Status().Update(t.Context(), o); err != nil {
+			t.Fatal(err)
+		}
+	}
 	dir := t.TempDir()
 	full := t.TempDir()
 	if err := os.WriteFile(filepath.Join(full, "x"), nil, 0o600); err != nil {
@@ -41,6 +49,7 @@ func TestBackupMountRefusesAtOnce(t *testing.T) {
 		{5, "mount mounted " + full, "is not empty"},
 		{3, "mount nosuch " + dir, "drover backup list"},
 		{6, "mount mounted " + dir, "not completed"},
+		{1, "mount mounted-theirs " + dir, "drover backup restore"},
 		{3, "unmount mounted", "neither the folder nor the backup"},
 	} {
 		drover(t, kubeconfig(append([]string{"backup"}, strings.Fields(c.args)...)...)...).mustSay(t, c.code, c.want)

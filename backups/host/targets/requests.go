@@ -74,7 +74,8 @@ func lockFact(l *repo.LockInfo) api.LockFact {
 
 func clip(text string) string { return strings.ToValidUTF8(text[:min(len(text), lockTextLimit)], "?") }
 
-func (v *visit) readKeyFile(ctx context.Context, r *repo.Repository, p repo.Passwords, request metav1.Time) *api.KeyFileFact {
+func (v *visit) readKeyFile(ctx context.Context, r *repo.Repository, p repo.Passwords,
+	request metav1.Time) *api.KeyFileFact {
 	fact := &api.KeyFileFact{Request: request}
 	var err error
 	if p.Recovery == "" {

@@ -51,7 +51,7 @@ type visitResult struct {
 	repositoryID string // "": the repository was not opened
 	encrypted    bool
 	keyFiles     int              // 0: not known
-	keysErr      error            // why the key files do not follow the passwords; an earlier password still opens the repository
+	keysErr      error            // why the key files do not follow the passwords; an earlier one opens the repository
 	locks        *api.LocksFact   // nil: not requested
 	keyFile      *api.KeyFileFact // nil: not requested
 	listed       bool             // the fields below are known

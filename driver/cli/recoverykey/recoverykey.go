@@ -1,5 +1,5 @@
-// Package recoverykey writes the file that opens a repository of backups without Drover and without its cluster. The file
-// is text for a person, with a line for each value. The package starts no goroutines.
+// Package recoverykey writes the file that opens a repository of backups without Drover and without its cluster. The
+// file is text for a person, with a line for each value. The package starts no goroutines.
 package recoverykey
 
 import (
