@@ -10,6 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/disks"
 )
 
 // nodeSilent is the maximum age of a heartbeat; nodes renew the heartbeat every 10 s.
@@ -62,9 +63,9 @@ func onNode(ctx context.Context, c client.Client, n *api.Node) (vols, imgs []str
 		if d.UID == "" {
 			continue
 		}
-		v, i, err := namesOnDisk(ctx, c, d.UID)
+		v, i, err := disks.Names(ctx, c, d.UID)
 		if err != nil {
-			return nil, nil, err
+			return nil, nil, explain(ctx, err)
 		}
 		vols, imgs = append(vols, v...), append(imgs, i...)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/disks"
 	"drover.io/drover/driver/cli/progress"
 )
 
@@ -119,7 +120,7 @@ func (w *where) diskName(uid api.UID) string {
 }
 
 func (a *app) imageCleanup() *cobra.Command {
-	var disks []string
+	var on []string
 	c := &cobra.Command{
 		Use:   "cleanup NAME",
 		Short: "Remove copies of a backing image that no volume needs, without waiting for the clean-up interval",
@@ -137,7 +138,7 @@ func (a *app) imageCleanup() *cobra.Command {
 			if err := getObject(ctx, c, "image", left[0], &img); err != nil {
 				return err
 			}
-			want, err := cleanupDisks(ctx, c, &img, disks)
+			want, err := cleanupDisks(ctx, c, &img, on)
 			if err != nil {
 				return err
 			}
@@ -172,24 +173,24 @@ func (a *app) imageCleanup() *cobra.Command {
 			return nil
 		},
 	}
-	c.Flags().StringSliceVar(&disks, "disk", nil, "UID or path of a disk (default: every disk with a copy)")
+	c.Flags().StringSliceVar(&on, "disk", nil, "UID or path of a disk (default: every disk with a copy)")
 	return c
 }
 
-func cleanupDisks(ctx context.Context, c client.Client, img *api.BackingImage, disks []string) ([]api.UID, error) {
+func cleanupDisks(ctx context.Context, c client.Client, img *api.BackingImage, names []string) ([]api.UID, error) {
 	var out []api.UID
-	if len(disks) == 0 {
+	if len(names) == 0 {
 		for _, f := range img.Status.Copies {
 			out = append(out, f.Disk)
 		}
 		return out, nil
 	}
-	for _, d := range disks {
-		found, err := findDisk(ctx, c, "", d)
+	for _, d := range names {
+		found, err := disks.Find(ctx, c, "", d)
 		if err != nil {
-			return nil, err
+			return nil, explain(ctx, err)
 		}
-		out = append(out, found.status.UID)
+		out = append(out, found.Status.UID)
 	}
 	return out, nil
 }

@@ -17,6 +17,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/disks"
 	"drover.io/drover/driver/cli/machine"
 )
 
@@ -58,9 +59,9 @@ func (a *app) nodeCommand() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				rest, err := evictionRows(ctx, c, n)
+				rest, err := disks.EvictionRows(ctx, c, n)
 				if err != nil {
-					return err
+					return explain(ctx, err)
 				}
 				return a.printObject(cmd.OutOrStdout(), n, func(w io.Writer) {
 					describeNode(w, n)
@@ -108,73 +109,26 @@ func describeNode(w io.Writer, n *api.Node) {
 		"Survives kill -9", map[bool]string{true: "yes", false: "no: the kernel lacks FUSE RESEND (6.9)"}[s.Resend])
 	fmt.Fprintln(w, "\nDisks:")
 	var rows [][]string
-	for _, d := range disksOf(n) {
-		rows = append(rows, d.tableRow()[1:])
+	for _, d := range disks.OnNode(n) {
+		rows = append(rows, diskRow(&d, "")[1:])
 	}
 	_ = printTable(w, strings.TrimPrefix(diskHeader, "NODE "), rows)
 	printConditions(w, s.Conditions)
 }
 
-// disk joins the spec and the status of a disk.
-type disk struct {
-	node   string
-	spec   api.DiskSpec
-	status api.DiskStatus
-	left   string // the rest on an evicted disk
-}
-
 const diskHeader = "NODE PATH UID READY FS CAPACITY AVAILABLE TAGS MESSAGE"
 
-func (d disk) tableRow() []string {
-	msg := d.status.Message
+// diskRow is the row of a disk in a table; left is the rest on an evicted disk.
+func diskRow(d *disks.Disk, left string) []string {
+	msg := d.Status.Message
 	switch {
-	case d.spec.EvictionRequested:
-		msg = strings.TrimPrefix(msg+"; being evicted"+d.left, "; ")
-	case d.spec.Schedulable != nil && !*d.spec.Schedulable:
+	case d.Spec.EvictionRequested:
+		msg = strings.TrimPrefix(msg+"; being evicted"+left, "; ")
+	case d.Spec.Schedulable != nil && !*d.Spec.Schedulable:
 		msg = strings.TrimPrefix(msg+"; takes no new replicas and images", "; ")
 	}
-	return []string{d.node, d.spec.Path, string(d.status.UID), fmt.Sprint(d.status.Ready), d.status.FSType,
-		someBytes(d.status.Capacity), someBytes(d.status.Available), strings.Join(d.spec.Tags, ","), msg}
-}
-
-func disksOf(n *api.Node) []disk {
-	var out []disk
-	for _, spec := range n.Spec.Disks {
-		d := disk{node: n.Name, spec: spec}
-		for _, s := range n.Status.Disks {
-			if s.Path == spec.Path {
-				d.status = s
-			}
-		}
-		out = append(out, d)
-	}
-	return out
-}
-
-// findDisk finds a disk by path, UID or the node:path of -o name, on a node or, with node "", anywhere.
-func findDisk(ctx context.Context, c client.Client, node, which string) (disk, error) {
-	if n, path, ok := strings.Cut(which, ":/"); ok && node == "" {
-		node, which = n, "/"+path
-	}
-	var list api.NodeList
-	if err := c.List(ctx, &list); err != nil {
-		return disk{}, explain(ctx, err)
-	}
-	var found []disk
-	for _, n := range list.Items {
-		for _, d := range disksOf(&n) {
-			if (node == "" || node == n.Name) && (d.spec.Path == which || string(d.status.UID) == which) {
-				found = append(found, d)
-			}
-		}
-	}
-	switch {
-	case len(found) == 0:
-		return disk{}, api.Errorf(api.NotFound, "disk %q does not exist: `drover disk list` shows all", which)
-	case len(found) > 1:
-		return disk{}, usagef("several nodes have a disk %q: say which with --node, or give its UID", which)
-	}
-	return found[0], nil
+	return []string{d.Node, d.Spec.Path, string(d.Status.UID), fmt.Sprint(d.Status.Ready), d.Status.FSType,
+		someBytes(d.Status.Capacity), someBytes(d.Status.Available), strings.Join(d.Spec.Tags, ","), msg}
 }
 
 func (a *app) diskCommand() *cobra.Command {
@@ -197,33 +151,34 @@ func (a *app) diskList() *cobra.Command {
 			if err := c.List(ctx, &list); err != nil {
 				return explain(ctx, err)
 			}
-			var disks []disk
+			var all []disks.Disk
 			for _, n := range list.Items {
-				disks = append(disks, disksOf(&n)...)
+				all = append(all, disks.OnNode(&n)...)
 			}
 			switch a.output {
 			case "table":
 				var rows [][]string
-				for _, d := range disks {
-					if d.spec.EvictionRequested && d.status.UID != "" {
-						vols, imgs, err := namesOnDisk(ctx, c, d.status.UID)
+				for _, d := range all {
+					left := ""
+					if d.Spec.EvictionRequested && d.Status.UID != "" {
+						vols, imgs, err := disks.Names(ctx, c, d.Status.UID)
 						if err != nil {
-							return err
+							return explain(ctx, err)
 						}
-						d.left = stillHolds(vols, imgs)
+						left = stillHolds(vols, imgs)
 					}
-					rows = append(rows, d.tableRow())
+					rows = append(rows, diskRow(&d, left))
 				}
 				return printTable(cmd.OutOrStdout(), diskHeader, rows)
 			case "name":
-				for _, d := range disks {
-					fmt.Fprintf(cmd.OutOrStdout(), "%s:%s\n", d.node, d.spec.Path)
+				for _, d := range all {
+					fmt.Fprintf(cmd.OutOrStdout(), "%s:%s\n", d.Node, d.Spec.Path)
 				}
 				return nil
 			}
-			out := make([]map[string]any, 0, len(disks)) // a disk is no API object
-			for _, d := range disks {
-				out = append(out, map[string]any{"node": d.node, "spec": d.spec, "status": d.status})
+			out := make([]map[string]any, 0, len(all)) // a disk is no API object
+			for _, d := range all {
+				out = append(out, map[string]any{"node": d.Node, "spec": d.Spec, "status": d.Status})
 			}
 			return a.encodeValue(cmd.OutOrStdout(), out)
 		},
@@ -327,25 +282,6 @@ func dropDisk(ctx context.Context, c client.Client, node, path string) error {
 	return err
 }
 
-// namesOnDisk returns the names of the volumes and images on a disk.
-func namesOnDisk(ctx context.Context, c client.Client, uid api.UID) (vols, imgs []string, err error) {
-	var reps api.ReplicaList
-	if err := c.List(ctx, &reps, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
-		return nil, nil, explain(ctx, err)
-	}
-	for _, r := range reps.Items {
-		vols = append(vols, r.Spec.Volume)
-	}
-	var copies api.ImageCopyList
-	if err := c.List(ctx, &copies, client.MatchingLabels{api.LabelDisk: string(uid)}); err != nil {
-		return nil, nil, explain(ctx, err)
-	}
-	for _, f := range copies.Items {
-		imgs = append(imgs, f.Spec.Image)
-	}
-	return vols, imgs, nil
-}
-
 func (a *app) diskEvict() *cobra.Command {
 	var node string
 	var undo bool
@@ -362,13 +298,13 @@ func (a *app) diskEvict() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			d, err := findDisk(ctx, c, node, left[0])
+			d, err := disks.Find(ctx, c, node, left[0])
 			if err != nil {
-				return err
+				return explain(ctx, err)
 			}
-			if _, err := editNode(ctx, c, d.node, func(n *api.Node) error {
+			if _, err := editNode(ctx, c, d.Node, func(n *api.Node) error {
 				for i := range n.Spec.Disks {
-					if n.Spec.Disks[i].Path == d.spec.Path {
+					if n.Spec.Disks[i].Path == d.Spec.Path {
 						take := undo
 						n.Spec.Disks[i].EvictionRequested, n.Spec.Disks[i].Schedulable = !undo, &take
 					}
@@ -378,14 +314,14 @@ func (a *app) diskEvict() *cobra.Command {
 				return err
 			}
 			if undo {
-				a.printDiskOutcome(cmd, d.node, d.spec.Path, "is in use again")
+				a.printDiskOutcome(cmd, d.Node, d.Spec.Path, "is in use again")
 				return nil
 			}
-			vols, imgs, err := namesOnDisk(ctx, c, d.status.UID)
+			vols, imgs, err := disks.Names(ctx, c, d.Status.UID)
 			if err != nil {
-				return err
+				return explain(ctx, err)
 			}
-			a.printDiskOutcome(cmd, d.node, d.spec.Path, "takes no new replicas and "+
+			a.printDiskOutcome(cmd, d.Node, d.Spec.Path, "takes no new replicas and "+
 				"images"+stillHolds(vols, imgs)+whatMoves(vols, imgs))
 			return nil
 		},
@@ -460,7 +396,7 @@ func dependentVolumes(ctx context.Context, c client.Client, uid api.UID, dead st
 // replicasThere returns a function that reports by name whether a replica's disk is ready, on a living node.
 func replicasThere(ctx context.Context, c client.Client, dead string) (func(name string) bool, error) {
 	var reps api.ReplicaList
-	ready, err := readyDisks(ctx, c, dead)
+	ready, err := disks.Ready(ctx, c, dead)
 	if err == nil {
 		err = c.List(ctx, &reps)
 	}
@@ -498,63 +434,68 @@ func (a *app) diskRemove() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			d, err := findDisk(ctx, c, node, left[0])
+			d, err := disks.Find(ctx, c, node, left[0])
 			if err != nil {
-				return err
+				return explain(ctx, err)
 			}
-			dead, err := isDead(ctx, c, d.node, deadNode)
+			dead, err := isDead(ctx, c, d.Node, deadNode)
 			if err != nil {
 				return err
 			}
 			what, waits, deadName := "", false, ""
 			if dead {
-				deadName = d.node
+				deadName = d.Node
 			}
-			elsewhere, err := isElsewhere(ctx, c, d, dead)
+			elsewhere, err := disks.IsElsewhere(ctx, c, d, dead)
 			if err != nil {
-				return err
+				return explain(ctx, err)
 			}
-			if d.status.UID != "" && !elsewhere {
-				vols, imgs, err := namesOnDisk(ctx, c, d.status.UID)
+			if d.Status.UID != "" && !elsewhere {
+				vols, imgs, err := disks.Names(ctx, c, d.Status.UID)
 				if err != nil {
-					return err
+					return explain(ctx, err)
 				}
-				if d.status.Ready && !dead && len(vols)+len(imgs) > 0 {
+				if d.Status.Ready && !dead && len(vols)+len(imgs) > 0 {
 					return api.Errorf(api.InUse, "disk %s is not empty%s: `drover disk evict` moves it to "+
-						"other disks; --dead-node, if node %q is no more", d.spec.Path, stillHolds(vols, imgs), d.node)
+						"other disks; --dead-node, if node %q is no more", d.Spec.Path, stillHolds(vols, imgs), d.Node)
 				}
 				waits = !dead && len(vols)+len(imgs) > 0
-				if vols, err = dependentVolumes(ctx, c, d.status.UID, deadName); err != nil {
+				if vols, err = dependentVolumes(ctx, c, d.Status.UID, deadName); err != nil {
 					return err
 				}
 				if len(vols) > 0 {
 					why := "is not ready"
 					if dead {
-						why = fmt.Sprintf("does not answer, as node %q is dead", d.node)
+						why = fmt.Sprintf("does not answer, as node %q is dead", d.Node)
 					}
 					return api.Errorf(api.InUse, "disk %s %s, and volumes need its replicas%s: bring the disk back, let "+
 						"`drover disk evict` replace replicas that other disks have too, or give the volumes up with `drover "+
-						"volume delete`", d.spec.Path, why, stillHolds(vols, nil))
+						"volume delete`", d.Spec.Path, why, stillHolds(vols, nil))
 				}
-				if err := lastCopies(ctx, c, d, deadName); err != nil && !force {
-					return err
+				last, err := disks.LastCopies(ctx, c, d, deadName)
+				switch {
+				case err != nil:
+					return explain(ctx, err)
+				case len(last) > 0 && !force:
+					return api.Errorf(api.InUse, "disk %s has the last copy of %s, which would be forgotten: bring the disk back, "+
+						"or give the copy up with --force", d.Spec.Path, someOf("image", last))
 				}
 				what = forgottenImages(imgs)
 			}
-			if err := dropDisk(ctx, c, d.node, d.spec.Path); err != nil {
+			if err := dropDisk(ctx, c, d.Node, d.Spec.Path); err != nil {
 				return err
 			}
-			if dead && d.status.UID != "" && !elsewhere {
-				if err := forgetDisk(ctx, c, d); err != nil {
-					return err
+			if dead && d.Status.UID != "" && !elsewhere {
+				if err := disks.Forget(ctx, c, d); err != nil {
+					return explain(ctx, err)
 				}
 			}
 			if waits { // the path is free once the node has forgotten the disk
-				if err := awaitForgotten(ctx, c, d.node, d.status.UID); err != nil {
+				if err := awaitForgotten(ctx, c, d.Node, d.Status.UID); err != nil {
 					return err
 				}
 			}
-			a.printDiskOutcome(cmd, d.node, d.spec.Path, fmt.Sprintf("removed from node %q%s", d.node, what))
+			a.printDiskOutcome(cmd, d.Node, d.Spec.Path, fmt.Sprintf("removed from node %q%s", d.Node, what))
 			return nil
 		},
 	}
