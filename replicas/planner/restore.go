@@ -70,7 +70,7 @@ func (p *volumeReconciler) createRestoreImage(ctx context.Context, v *api.Volume
 		st.State, st.Message = api.CloneFailed, err.Error()
 		return api.Errorf(api.Unsupported, "fromBackup: %w", err)
 	}
-	node, err := p.firstNode(ctx, v)
+	node, err := firstNode(ctx, p, v)
 	if err != nil {
 		return err
 	}
@@ -83,7 +83,7 @@ func (p *volumeReconciler) createRestoreImage(ctx context.Context, v *api.Volume
 }
 
 // firstNode chooses the node for the first replica of a volume.
-func (p *volumeReconciler) firstNode(ctx context.Context, v *api.Volume) (string, error) {
+func firstNode(ctx context.Context, p *volumeReconciler, v *api.Volume) (string, error) {
 	t, failed, err := p.viewCluster(ctx, v, "", nil)
 	if err != nil {
 		return "", err

@@ -29,6 +29,9 @@ import (
 // activationPatience is how long an activation waits for an unavailable target before it takes the held backup.
 const activationPatience = time.Minute
 
+// standbyPlanner is the part of the volumeReconciler that looks after standby volumes.
+type standbyPlanner struct{ *volumeReconciler }
+
 // standbyView is what the decisions about a standby volume read.
 type standbyView struct {
 	held, next *api.BackingImage // nil: the image does not exist
@@ -39,7 +42,7 @@ type standbyView struct {
 }
 
 // planStandby follows the backups, and chooses the backup that an activated volume begins with.
-func (p *volumeReconciler) planStandby(ctx context.Context, v *api.Volume) error {
+func (p *standbyPlanner) planStandby(ctx context.Context, v *api.Volume) error {
 	st := &v.Status
 	if st.Standby == nil {
 		st.Standby = &api.StandbyStatus{}
@@ -80,7 +83,7 @@ func (p *volumeReconciler) planStandby(ctx context.Context, v *api.Volume) error
 }
 
 // activate commits the choice of the backup that the volume begins with, once there is one.
-func (p *volumeReconciler) activate(v *api.Volume, view *standbyView, target *api.BackupTarget) {
+func (p *standbyPlanner) activate(v *api.Volume, view *standbyView, target *api.BackupTarget) {
 	st := v.Status.Standby
 	waited := time.Since(st.ActivatingSince.Time)
 	_, now := v.Annotations[api.AnnotationActivateNow]
@@ -105,7 +108,7 @@ func (p *volumeReconciler) activate(v *api.Volume, view *standbyView, target *ap
 }
 
 // standbyTarget finds the target with the store of the backups; nil: none.
-func (p *volumeReconciler) standbyTarget(ctx context.Context, v *api.Volume) (*api.BackupTarget, error) {
+func (p *standbyPlanner) standbyTarget(ctx context.Context, v *api.Volume) (*api.BackupTarget, error) {
 	var list api.BackupTargetList
 	if err := p.client.List(ctx, &list); err != nil {
 		return nil, err
@@ -121,7 +124,7 @@ func (p *volumeReconciler) standbyTarget(ctx context.Context, v *api.Volume) (*a
 }
 
 // askForBackups asks the target, once for an activation, for a list of the backups in the store.
-func (p *volumeReconciler) askForBackups(ctx context.Context, v *api.Volume, t *api.BackupTarget) error {
+func (p *standbyPlanner) askForBackups(ctx context.Context, v *api.Volume, t *api.BackupTarget) error {
 	st := v.Status.Standby
 	if st.ActivatingSince != nil {
 		return nil
@@ -151,7 +154,7 @@ func isAnswered(st *api.StandbyStatus, t *api.BackupTarget) bool {
 }
 
 // viewStandby collects what the decisions read.
-func (p *volumeReconciler) viewStandby(ctx context.Context, v *api.Volume, t *api.BackupTarget) (
+func (p *standbyPlanner) viewStandby(ctx context.Context, v *api.Volume, t *api.BackupTarget) (
 	view *standbyView, err error) {
 	view = &standbyView{copies: max(v.Spec.NumberOfReplicas, 1)}
 	switch {
@@ -173,7 +176,7 @@ func (p *volumeReconciler) viewStandby(ctx context.Context, v *api.Volume, t *ap
 }
 
 // standbyImage reads the hidden image of a backup; nil: none, or a deleted one. The cache may lack a new image.
-func (p *volumeReconciler) standbyImage(ctx context.Context, of *api.StandbyBackup) (*api.BackingImage, error) {
+func (p *standbyPlanner) standbyImage(ctx context.Context, of *api.StandbyBackup) (*api.BackingImage, error) {
 	if of == nil {
 		return nil, nil
 	}
@@ -191,7 +194,7 @@ func (p *volumeReconciler) standbyImage(ctx context.Context, of *api.StandbyBack
 
 // newestBackup finds the newest backup of the volume that v follows. During an activation the cache is not enough: the
 // target may just have listed a newer one.
-func (p *volumeReconciler) newestBackup(ctx context.Context, v *api.Volume) (newest *api.Backup, err error) {
+func (p *standbyPlanner) newestBackup(ctx context.Context, v *api.Volume) (newest *api.Backup, err error) {
 	var list api.BackupList
 	of := api.VolumeOfURL(v.Spec.FromBackup)
 	if v.Spec.Standby {
@@ -295,7 +298,7 @@ func colonText(text string) string {
 }
 
 // growStandby lets the volume grow with the followed one.
-func (p *volumeReconciler) growStandby(ctx context.Context, v *api.Volume) error {
+func (p *standbyPlanner) growStandby(ctx context.Context, v *api.Volume) error {
 	next := v.Status.Standby.Next
 	if next == nil || next.Size <= v.Spec.Size {
 		return nil
@@ -311,7 +314,7 @@ func (p *volumeReconciler) growStandby(ctx context.Context, v *api.Volume) error
 }
 
 // ensureStandbyImages makes the next image, and keeps the number of copies of both.
-func (p *volumeReconciler) ensureStandbyImages(ctx context.Context, v *api.Volume, view *standbyView) error {
+func (p *standbyPlanner) ensureStandbyImages(ctx context.Context, v *api.Volume, view *standbyView) error {
 	for _, img := range []*api.BackingImage{view.held, view.next} {
 		if img == nil || img.Spec.MinNumberOfCopies == view.copies {
 			continue
@@ -329,7 +332,7 @@ func (p *volumeReconciler) ensureStandbyImages(ctx context.Context, v *api.Volum
 	node := readyNode(view.held)
 	if node == "" {
 		var err error
-		if node, err = p.firstNode(ctx, v); err != nil {
+		if node, err = firstNode(ctx, p.volumeReconciler, v); err != nil {
 			p.setWaiting(v.Name, true)
 			return err
 		}
@@ -383,7 +386,7 @@ func describeStandby(v *api.Volume, view *standbyView) {
 	st.Message = text
 }
 
-func (p *volumeReconciler) reportStandby(v *api.Volume, all []standbyEvent) {
+func (p *standbyPlanner) reportStandby(v *api.Volume, all []standbyEvent) {
 	for _, e := range all {
 		p.events.Eventf(v, nil, e.kind, e.reason, "Follow", "%s", e.text)
 	}
@@ -391,7 +394,7 @@ func (p *volumeReconciler) reportStandby(v *api.Volume, all []standbyEvent) {
 
 // deleteFormerImages deletes the hidden images of a volume that is or was a standby volume, other than those in its
 // status. A cache that is behind may lack an image of the status: only a status that the API has, too, counts.
-func (p *volumeReconciler) deleteFormerImages(ctx context.Context, v *api.Volume) error {
+func (p *standbyPlanner) deleteFormerImages(ctx context.Context, v *api.Volume) error {
 	st := v.Status.Standby
 	if st == nil {
 		return nil
@@ -406,7 +409,7 @@ func (p *volumeReconciler) deleteFormerImages(ctx context.Context, v *api.Volume
 }
 
 // deleteStandbyImages deletes the hidden images of a standby volume, except those to keep.
-func (p *volumeReconciler) deleteStandbyImages(ctx context.Context, v *api.Volume, keep []string) error {
+func (p *standbyPlanner) deleteStandbyImages(ctx context.Context, v *api.Volume, keep []string) error {
 	if v.Status.Standby == nil {
 		return nil
 	}
@@ -444,17 +447,17 @@ func (p *volumeReconciler) deleteStandbyImages(ctx context.Context, v *api.Volum
 }
 
 // standbys requeues all standby volumes.
-func (p *volumeReconciler) standbys(ctx context.Context, _ client.Object) []reconcile.Request {
+func (p *standbyPlanner) standbys(ctx context.Context, _ client.Object) []reconcile.Request {
 	return p.standbysOf(ctx, "")
 }
 
 // standbysOfBackup requeues the standby volumes that follow the volume of a backup.
-func (p *volumeReconciler) standbysOfBackup(ctx context.Context, o client.Object) []reconcile.Request {
+func (p *standbyPlanner) standbysOfBackup(ctx context.Context, o client.Object) []reconcile.Request {
 	return p.standbysOf(ctx, o.(*api.Backup).Spec.Volume)
 }
 
 // standbysOf requeues the standby volumes that follow a volume; empty: any.
-func (p *volumeReconciler) standbysOf(ctx context.Context, volume string) (all []reconcile.Request) {
+func (p *standbyPlanner) standbysOf(ctx context.Context, volume string) (all []reconcile.Request) {
 	var list api.VolumeList
 	if err := p.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		p.log.Error("standby volumes cannot be listed", "err", err)

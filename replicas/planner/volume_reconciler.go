@@ -67,6 +67,7 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 	if err := p.setupGroups(mgr); err != nil {
 		return err
 	}
+	standby := &standbyPlanner{p}
 	placeable := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
 		return p.unplacedVolumes()
 	})
@@ -88,8 +89,8 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 			watch.Named(settingBalance, settingBalanceWait, settingPressure)).
 		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.volumesOfImage)).
 		Watches(&api.BackingImage{}, placeable, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
-		Watches(&api.Backup{}, handler.EnqueueRequestsFromMapFunc(p.standbysOfBackup), watch.Updates(backupChanged)).
-		Watches(&api.BackupTarget{}, handler.EnqueueRequestsFromMapFunc(p.standbys), watch.Updates(targetAnswered)).
+		Watches(&api.Backup{}, handler.EnqueueRequestsFromMapFunc(standby.standbysOfBackup), watch.Updates(backupChanged)).
+		Watches(&api.BackupTarget{}, handler.EnqueueRequestsFromMapFunc(standby.standbys), watch.Updates(targetAnswered)).
 		Watches(&api.Snapshot{}, p.countSnapshots()).
 		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(p.volumesOfSnapshot)).
 		Watches(&api.Setting{}, handler.EnqueueRequestsFromMapFunc(p.volumesWithSnapshots),
@@ -234,7 +235,7 @@ func (p *volumeReconciler) planVolume(ctx context.Context, v *api.Volume) error 
 	case v.Status.UID == "":
 		return beginVolume(v)
 	case len(v.Status.Members) == 0 && v.FollowsBackups():
-		return p.planStandby(ctx, v)
+		return (&standbyPlanner{p}).planStandby(ctx, v)
 	case len(v.Status.Members) == 0:
 		return p.planFirstMembers(ctx, v, mine, att)
 	}
@@ -307,7 +308,7 @@ func beginVolume(v *api.Volume) error {
 // first member then.
 func (p *volumeReconciler) planFirstMembers(ctx context.Context, v *api.Volume, mine []api.Replica,
 	att *api.Attachment) error {
-	if err := p.deleteFormerImages(ctx, v); err != nil {
+	if err := (&standbyPlanner{p}).deleteFormerImages(ctx, v); err != nil {
 		return err
 	}
 	p.setWaiting(v.Name, true) // before the search for a disk, so that no change in between is missed
