@@ -215,8 +215,6 @@ func resticReadsBackups(t *testing.T, w *world) {
 	do(t, c.down, c.remove)
 	w.must("image", "delete", "of-third")
 
-	readWhileRestoring(t, w, "third", d.want)
-
 	// So has a volume of the backup, and a clone of this volume, also when the hidden image is deleted.
 	w.must("backup", "restore", "third", "--name", "again")
 	if !comes(func() bool {
@@ -244,12 +242,25 @@ func resticReadsBackups(t *testing.T, w *world) {
 	restic(t, "restic -r "+store+" check --read-data")
 	compareWithRestic(t, store, "backed", d.want)
 	must(t, a.remove())
+	w.awaitNoLayers(t)
+	readWhileRestoring(t, w, "third", d.want)
 	w.must("backup", "delete", "third")
 	if !comes(func() bool { return folderSize(t, store) < mib }) {
 		t.Errorf("the deletion of all backups leaves %d bytes: %s", folderSize(t, store), w.must("target", "show", "default"))
 	}
 	restic(t, "restic -r "+store+" check --read-data")
 	w.must("target", "delete", "default")
+}
+
+// awaitNoLayers waits until the disk has no layer: restores take all chunks from the store then.
+func (w *world) awaitNoLayers(t *testing.T) {
+	t.Helper()
+	if !comes(func() bool {
+		entries, err := os.ReadDir(w.path("disk", "layers"))
+		return err == nil && len(entries) == 0
+	}) {
+		w.fatal("layers of deleted volumes are left")
+	}
 }
 
 // readWhileRestoring: a volume of a backup is attached and read while the store, which the target's rate makes slow, has
@@ -359,6 +370,7 @@ func damagedBackup(t *testing.T, w *world) {
 	must(t, d.f.Close())
 	w.must("backup", "create", "sound", "--name", "rotten", "--target", "rotten")
 	do(t, a.down, a.remove)
+	w.awaitNoLayers(t)
 	damageLargestFile(t, filepath.Join(store, "data"))
 
 	v := api.Volume{Spec: api.VolumeSpec{Size: 32 * mib, FromBackup: w.backup("rotten").Status.URL}}

@@ -138,13 +138,7 @@ func followedBackups(t *testing.T, w *world) (stages []string, contents [][]byte
 	must(t, d.f.Close())
 	do(t, p.down, p.remove)
 	w.must("target", "delete", "followed", "--force")
-	// The layers of the volume leave the disk: the standby volumes are in another cluster.
-	if !comes(func() bool {
-		entries, err := os.ReadDir(w.path("disk", "layers"))
-		return err == nil && len(entries) == 0
-	}) {
-		t.Fatal("layers of the deleted volume are left")
-	}
+	w.awaitNoLayers(t) // the standby volumes are in another cluster
 	return stages, contents
 }
 
