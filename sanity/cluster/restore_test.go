@@ -96,7 +96,7 @@ func (b *backedUp) limit(rate int64) {
 	edit(b.t, b.Cluster, &target, func(o *api.BackupTarget) { o.Spec.MaxDownloadRate = rate })
 }
 
-// restore makes the volume v of the backup, with replicas on the nodes. The first node restores.
+// restore makes the volume v of the backup, with replicas on the nodes. One of the nodes restores.
 func (b *backedUp) restore(nodes ...*Machine) {
 	b.t.Helper()
 	var backup api.Backup
@@ -111,30 +111,21 @@ func (b *backedUp) restore(nodes ...*Machine) {
 	awaitVolume(b.t, b.Cluster, "v", "made", func(v *api.Volume) bool { return len(v.Status.Members) == len(nodes) })
 }
 
-// restoring is the node that restores the volume v, and left another one with a replica.
-func (b *backedUp) restoring(nodes ...*Machine) (restoring, left *Machine) {
+// restoring tells which of two nodes restores the volume v.
+func (b *backedUp) restoring(one, two *Machine) (restoring, other *Machine) {
 	b.t.Helper()
 	var copies api.ImageCopyList
 	must(b.t, b.Objects.List(b.t.Context(), &copies))
 	for _, c := range copies.Items {
-		for _, m := range nodes {
-			switch {
-			case c.Spec.From == "" && c.Spec.Node == m.Name:
-				restoring = m
-			case m != restoring && left == nil:
-				left = m
-			}
+		switch {
+		case c.Spec.From == "" && c.Spec.Node == one.Name:
+			return one, two
+		case c.Spec.From == "" && c.Spec.Node == two.Name:
+			return two, one
 		}
 	}
-	for _, m := range nodes {
-		if m != restoring {
-			left = m
-		}
-	}
-	if restoring == nil {
-		b.t.Fatal("no node restores the volume")
-	}
-	return restoring, left
+	b.t.Fatal("no node restores the volume")
+	return nil, nil
 }
 
 // awaitRestored waits until every replica has all data.
@@ -202,9 +193,8 @@ func TestRestoringNodeIsLost(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b := startBackedUp(t, 3, size)
 			b.limit(256 << 10)
-			nodes := []*Machine{b.Nodes[1], b.Nodes[2]}
-			b.restore(nodes...)
-			lost, left := b.restoring(nodes...)
+			b.restore(b.Nodes[1], b.Nodes[2])
+			lost, left := b.restoring(b.Nodes[1], b.Nodes[2])
 			b.attach(t, "v", left.Name)
 			device := deviceOf(t, b.Cluster, "v")
 			answered(t, "a read from the other node", blockIO(device, 32<<20, false))
@@ -231,9 +221,8 @@ func TestReplicaReturnsDuringRestore(t *testing.T) {
 	const size = int64(64) << 20
 	b := startBackedUp(t, 3, size)
 	b.limit(256 << 10)
-	nodes := []*Machine{b.Nodes[1], b.Nodes[2]}
-	b.restore(nodes...)
-	restoring, other := b.restoring(nodes...)
+	b.restore(b.Nodes[1], b.Nodes[2])
+	restoring, other := b.restoring(b.Nodes[1], b.Nodes[2])
 	b.attach(t, "v", restoring.Name)
 	device := deviceOf(t, b.Cluster, "v")
 	must(t, other.PowerOff())
