@@ -263,9 +263,9 @@ func (w *world) awaitNoLayers(t *testing.T) {
 	}
 }
 
-// readWhileRestoring: a volume of a backup is attached and read while the store, which the target's rate makes slow, has
-// most of the data still, also after kill -9 of serve and of the data process. When the rate ends, the restore ends, and
-// every byte is the backup's, or was written meanwhile.
+// readWhileRestoring: a volume of a backup is attached and read while the store, which the target's rate makes slow,
+// has most of the data still, also after kill -9 of serve and of the data process. When the rate ends, the restore
+// ends, and every byte is the backup's, or was written meanwhile.
 func readWhileRestoring(t *testing.T, w *world, backup string, want []byte) {
 	setRate := func(rate int64) {
 		var target api.BackupTarget
@@ -358,8 +358,8 @@ func killedBackup(t *testing.T, w *world) {
 	w.must("target", "delete", "offsite")
 }
 
-// damagedBackup: the store damaged a chunk. A volume of the backup says which chunk, and what to do; with --allow-damaged
-// it has zeros there, the other bytes of the backup, and the list.
+// damagedBackup: the store damaged a chunk. A volume of the backup says which chunk, and what to do; with
+// --allow-damaged it has zeros there, the other bytes of the backup, and the list.
 func damagedBackup(t *testing.T, w *world) {
 	store := w.makeTarget(t, "rotten")
 	a, err := w.create("sound", 32*mib, blockCap())
@@ -406,8 +406,9 @@ func damagedBackup(t *testing.T, w *world) {
 		if !bytes.Equal(got[off:off+2*mib], d.want[off:off+2*mib]) {
 			zeros++
 			clear(d.want[off : off+2*mib])
-			if want := fmt.Sprintf("%d (offset %d)", off/(2*mib), off); !strings.Contains(v.Status.RestoreStatus.Message, want) {
-				t.Errorf("the status does not list chunk %s: %+v", want, v.Status.RestoreStatus)
+			want := fmt.Sprintf("%d (offset %d)", off/(2*mib), off)
+			if st := v.Status.RestoreStatus; !strings.Contains(st.Message, want) {
+				t.Errorf("the status does not list chunk %s: %+v", want, st)
 			}
 		}
 	}

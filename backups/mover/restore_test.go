@@ -90,7 +90,8 @@ func TestLyingManifestIsDamage(t *testing.T) {
 	}
 }
 
-// TestRestoreSkipsLateChunks: Restore does not read a chunk that the sink got meanwhile, and counts the chunk as restored.
+// TestRestoreSkipsLateChunks: Restore does not read a chunk that the sink got meanwhile, and counts the chunk as
+// restored.
 func TestRestoreSkipsLateChunks(t *testing.T) {
 	w := newWorld(t)
 	v := newDisk(70 * chunkSize)

@@ -55,8 +55,8 @@ func Restore(ctx context.Context, on block.Layers, want Spec, b block.Backup,
 	return got, on.PutImage(got.Image)
 }
 
-// restoreNote is in the checkpoint of a restore, which is written before any data and claims none: AdoptChunks finds the
-// chunks that an earlier process wrote.
+// restoreNote is in the checkpoint of a restore, which is written before any data and claims none: AdoptChunks finds
+// the chunks that an earlier process wrote.
 type restoreNote struct {
 	Restored int64 `json:"restored"` // bytes of the backup
 }

@@ -45,3 +45,15 @@ func TestTooFewCopiesAreCounted(t *testing.T) {
 		}
 	}
 }
+
+// TestImageSaysWhyReadsWait: the image of a backup that cannot be read now says so, and stays readable.
+func TestImageSaysWhyReadsWait(t *testing.T) {
+	c := on("n1", "a", api.ImageInProgress, "", 1)
+	c.Status.Readable, c.Status.Digest, c.Status.Message = true, "c0ffee", "the store is away"
+	v := &clusterView{nodes: map[string]bool{"n1": true}, copies: []api.ImageCopy{c},
+		disks: []diskState{{uid: "a", node: "n1", path: "/srv/a", alive: true}}}
+	img := &api.BackingImage{Status: api.BackingImageStatus{UUID: c.Spec.UUID}}
+	if s := describeImage(img, v, copyPlan{}); s.Message != "the store is away" || !s.Readable {
+		t.Errorf("the image says %q, readable: %v", s.Message, s.Readable)
+	}
+}

@@ -3,8 +3,8 @@
 //
 // A Layer opens its backup, and learns the layer's map, digests and root digest before any data. A chunk comes from the
 // cache, from the layer in the making, or from the backup, and then goes into the layer, too. Reads of one chunk share
-// one fetch. Reads in order fetch the next chunks ahead. The restore gives way to reads, and begins with the chunks that
-// an earlier process left on the disk. After the restore, the layer of the disk answers.
+// one fetch. Reads in order fetch the next chunks ahead. The restore gives way to reads, and begins with the chunks
+// that an earlier process left on the disk. After the restore, the layer of the disk answers.
 //
 // A restore first copies the chunks that other layers on the node's disks have at the same place, and then fetches the
 // rest from the store.

@@ -9,8 +9,8 @@ import (
 	"drover.io/drover/replicas/stack/format"
 )
 
-// AdoptChunks implements block.ChunkAdopter. It reads past the page cache, which may hold bytes that a failed sync of an
-// earlier process kept from the disk.
+// AdoptChunks implements block.ChunkAdopter. It reads past the page cache, which may hold bytes that a failed sync of
+// an earlier process kept from the disk.
 func (w *Writer) AdoptChunks(ctx context.Context, digestOf func(chunk int64) (digest [sumSize]byte, known bool),
 	adopted func(chunk int64)) error {
 	size, err := w.checkAccess(0, 0)
