@@ -29,9 +29,14 @@ import (
 type bucket struct {
 	http.Handler
 	sent atomic.Int64 // bytes of packs
+	away atomic.Bool  // every request fails
 }
 
 func (b *bucket) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if b.away.Load() {
+		http.Error(w, "away", http.StatusServiceUnavailable)
+		return
+	}
 	if r.Method == http.MethodGet && strings.Contains(r.URL.Path, "/data/") {
 		w = &countingWriter{w, &b.sent}
 	}
@@ -239,5 +244,41 @@ func TestReplicaReturnsDuringRestore(t *testing.T) {
 	b.compare()
 	must(t, restoring.PowerOn())
 	must(t, restoring.Serve(t.Context()))
+	b.detach(t, "v")
+}
+
+// TestStoreIsAwayDuringRestore: reads wait for a store that is away, also through kill -9 of all programs of the node,
+// and the volume says why. With the store back the reads end; the restore continues, and the store sends little again.
+func TestStoreIsAwayDuringRestore(t *testing.T) {
+	const size = int64(96) << 20
+	b := startBackedUp(t, 2, size)
+	b.limit(2 << 20)
+	b.restore(b.Nodes[1])
+	m := b.Nodes[1]
+	b.attach(t, "v", m.Name)
+	device := deviceOf(t, b.Cluster, "v")
+	eventually(t, "the store has sent the half", func() bool { return b.bucket.sent.Load() > size/2 })
+	b.bucket.away.Store(true)
+	read := blockIO(device, size-(2<<20), false)
+	must(t, m.Kill("serve", "data"))
+	m.Gone()
+	sent := b.bucket.sent.Load()
+	must(t, m.Serve(t.Context()))
+	awaitVolume(t, b.Cluster, "v", "waiting for the store", func(v *api.Volume) bool {
+		return strings.Contains(v.Status.RestoreStatus.Message, "503")
+	})
+	select {
+	case err := <-read:
+		t.Errorf("a read without the store ends: %v", err)
+	default:
+	}
+	b.limit(0)
+	b.bucket.away.Store(false)
+	answered(t, "the read that waited", read)
+	b.awaitRestored(1)
+	if n := b.bucket.sent.Load() - sent; n > size*7/8 { // the half, and the requests that were cut
+		t.Errorf("after the half of the restore, the store sent %d of %d bytes again", n, size)
+	}
+	b.compare()
 	b.detach(t, "v")
 }
