@@ -44,6 +44,7 @@ type VerifyStats struct {
 	Done    bool    // all packs until Until were read
 	Damaged []DamagedPack
 	Copied  int64 // blobs of damaged packs that are safe now
+	Marked  bool  // packs had marks before, perhaps of another cluster
 }
 
 // DamagedPack is a pack whose bytes differ, or which is missing.
@@ -81,7 +82,7 @@ func (r *Repository) withSession(ctx context.Context, do func(*Lock) error) (err
 }
 
 func (r *Repository) verify(ctx context.Context, o VerifyOptions) (stats VerifyStats, err error) {
-	chosen, done, err := r.chooseVerified(ctx, o)
+	chosen, done, err := r.chooseVerified(ctx, o, &stats)
 	if err != nil {
 		return stats, err
 	}
@@ -112,12 +113,14 @@ type indexedPack struct {
 }
 
 // chooseVerified returns the next packs in the order of their names; done says that no more packs follow until o.Until.
-func (r *Repository) chooseVerified(ctx context.Context, o VerifyOptions) (chosen []indexedPack, done bool, err error) {
+func (r *Repository) chooseVerified(ctx context.Context, o VerifyOptions, stats *VerifyStats) (chosen []indexedPack,
+	done bool, err error) {
 	b, err := r.LoadIndex(ctx)
 	if err != nil {
 		return nil, false, err
 	}
 	defer func() { err = errors.Join(err, b.Close()) }()
+	stats.Marked = b.HasMarks()
 	names, err := b.table.Packs()
 	if err != nil {
 		return nil, false, err

@@ -71,7 +71,8 @@ func (r *Repositories) verify(ctx context.Context, t *api.BackupTarget, wish ver
 				return err
 			}
 			complete := result.stats.Done && wish.parts == api.VerificationParts-1
-			if !complete && len(result.stats.Damaged) == 0 && (!wish.check || !result.stats.Done) {
+			check := wish.check || result.stats.Marked // another cluster may have found damage of backups of this one
+			if !complete && len(result.stats.Damaged) == 0 && (!check || !result.stats.Done) {
 				return nil
 			}
 		}

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -88,6 +89,40 @@ func TestVerificationNamesDamagedBackups(t *testing.T) {
 	}
 }
 
+// TestDamageThatAnotherClusterFound: the next part of the verification marks the backups that lack blobs because of
+// another cluster's verification.
+func TestDamageThatAnotherClusterFound(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, api.PublishedPassword)
+	s.save(50_000, factsOf("good").Tags()...)
+	before := map[string]bool{}
+	for _, path := range s.packs() {
+		before[path] = true
+	}
+	s.save(60_000, factsOf("bad").Tags()...)
+	w.addTarget("default", s.url(), "")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	for _, path := range s.packs() {
+		if b, err := os.ReadFile(path); err == nil && !before[path] && len(b) > 50_000 { // the data of bad
+			b[1000] ^= 1
+			must(t, os.Remove(path))
+			must(t, os.WriteFile(path, b, 0o600))
+		}
+	}
+	other, err := repo.Open(t.Context(), openFolder(t, s.dir), api.PublishedPassword, repo.Options{Cache: t.TempDir()})
+	must(t, err)
+	stats, err := other.Verify(t.Context(), repo.VerifyOptions{Until: partEnd(api.VerificationParts - 1),
+		Rate: rate.NewLimiter(rate.Inf, 0), Writer: healWriter})
+	if err != nil || len(stats.Damaged) != 1 {
+		t.Fatalf("the other cluster's verification: %+v, %v", stats, err)
+	}
+	w.verifyPart("default")
+	w.awaitBackup("bad", "damaged", func(b *api.Backup) bool { return b.Status.Damaged })
+	if w.backups()["good"].Status.Damaged {
+		t.Error("a whole backup counts as damaged")
+	}
+}
+
 // TestVerificationReadsAPartEachDay: without a request, a thirtieth of the interval passes before each part, and the last
 // part ends the verification.
 func TestVerificationReadsAPartEachDay(t *testing.T) {
@@ -102,14 +137,9 @@ func TestVerificationReadsAPartEachDay(t *testing.T) {
 				t.Status.Verification.Parts = part - 1
 			})
 		}
-		w.clock.advance(25 * time.Hour) // the API server's clock, which dates the target, is ahead
-		node := &api.Node{ObjectMeta: apitest.Named("node-1")}
-		apitest.EditStatus(w.Server, node, func(n *api.Node) { n.Status.Heartbeat = metav1.NewTime(w.clock.now()) })
-		w.wake("default")
-		w.awaitTarget("default", "a part is verified", func(t *api.BackupTarget) bool {
-			v := t.Status.Verification
-			return v != nil && v.Parts == part%api.VerificationParts && v.PartEndedAt.Time.Equal(w.clock.now())
-		})
+		if v := w.verifyPart("default"); v.Parts != part%api.VerificationParts {
+			t.Errorf("after part %d: %+v", part, v)
+		}
 	}
 	v := w.awaitTarget("default", "verified", func(t *api.BackupTarget) bool {
 		return t.Status.Verification.EndedAt != nil
@@ -117,6 +147,18 @@ func TestVerificationReadsAPartEachDay(t *testing.T) {
 	if v.Packs == 0 || v.Position != "" || v.StartedAt != nil {
 		t.Errorf("after the last part: %+v", v)
 	}
+}
+
+// verifyPart lets a day pass on node-1, and waits for the next part of a target's verification.
+func (w *world) verifyPart(target string) *api.VerificationFact {
+	w.clock.advance(25 * time.Hour) // the API server's clock, which dates the target, is ahead
+	node := &api.Node{ObjectMeta: apitest.Named("node-1")}
+	apitest.EditStatus(w.Server, node, func(n *api.Node) { n.Status.Heartbeat = metav1.NewTime(w.clock.now()) })
+	w.wake(target)
+	return w.awaitTarget(target, "a part is verified", func(t *api.BackupTarget) bool {
+		v := t.Status.Verification
+		return v != nil && v.PartEndedAt != nil && v.PartEndedAt.Time.Equal(w.clock.now())
+	}).Status.Verification
 }
 
 // TestPasswordFollowsTheSecret: a repository gets an own password for the published one, by the Secret alone. The target
