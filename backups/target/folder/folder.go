@@ -1,8 +1,8 @@
 // Package folder is a store in a folder: a local one, or a mounted share of a file server. An object is a file of the
 // same name below the folder.
 //
-// A Put writes a temporary file in the folder .tmp, past the page cache where body and file system allow direct I/O,
-// and renames the file. The order is: the content of the file durable, the folders above the name durable, the rename,
+// A Put writes a temporary file in the folder .tmp, past the page cache where body and file system allow direct I/O (on a
+// share always), and renames the file. The order is: the content of the file durable, the folders above the name durable, the rename,
 // the new name durable. A folder that exists may still be lost with a loss of power, because another process made the
 // folder and has not synced its parent yet. Therefore the store syncs the parent of each folder once in its life.
 //
@@ -131,7 +131,11 @@ func (s *Store) put(ctx context.Context, name string, body []byte) error {
 // writeTemporary makes a temporary file with body, durable.
 func (s *Store) writeTemporary(ctx context.Context, body []byte) (string, error) {
 	name := filepath.Join(s.root, tmpDir, rand.Text())
-	h, err := s.fsys.Open(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	// An SMB share writes past the page cache only if the file was opened so.
+	h, err := s.fsys.Open(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL|unix.O_DIRECT, 0o600)
+	if errors.Is(err, unix.EINVAL) { // no direct I/O; the file may exist nevertheless
+		h, err = s.fsys.Open(name, os.O_WRONLY|os.O_CREATE, 0o600)
+	}
 	if err != nil {
 		return "", err
 	}
@@ -145,34 +149,36 @@ func (s *Store) writeTemporary(ctx context.Context, body []byte) (string, error)
 	return name, nil
 }
 
-// writeBody writes the whole blocks of body past the page cache if it can, and the tail through the page cache.
+// writeBody writes body past the page cache as far as the file system takes it: NFS and SMB take all of it, others the
+// whole blocks of aligned memory. Bytes of a share in the page cache would be a hazard for the whole node: to start any
+// program, the kernel closes a copy of each descriptor, and writes such bytes out before. While the server hangs, the
+// process could start no program, such as mkfs or mount for a volume.
 func writeBody(ctx context.Context, h file.Handle, body []byte) error {
-	whole := len(body) &^ (block.Size - 1)
-	done := 0
-	if block.Aligned(body[:whole], 0) && setDirect(h, true) == nil {
-		err := writeFrom(ctx, h, body[:whole], 0)
-		if err == nil {
-			done = whole
-		} else if !errors.Is(err, unix.EINVAL) { // EINVAL: the file system wants larger blocks
-			return err
-		}
-		if err := setDirect(h, false); err != nil {
-			return err
-		}
+	done, err := writeFrom(ctx, h, body, 0)
+	if !errors.Is(err, unix.EINVAL) { // EINVAL: the file system wants larger blocks, or other memory
+		return err
 	}
-	return writeFrom(ctx, h, body[done:], int64(done))
+	if err := setDirect(h, false); err != nil {
+		return err
+	}
+	_, err = writeFrom(ctx, h, body, done)
+	return err
 }
 
-func writeFrom(ctx context.Context, h file.Handle, p []byte, off int64) error {
+// writeFrom writes p, from off on, the incomplete block at the end alone, and returns how far it came.
+func writeFrom(ctx context.Context, h file.Handle, p []byte, off int) (int, error) {
 	for {
-		if err := ctx.Err(); err != nil || len(p) == 0 {
-			return err
+		if err := ctx.Err(); err != nil || off == len(p) {
+			return off, err
 		}
-		n := min(len(p), writeLen)
-		if _, err := h.WriteAt(p[:n], off); err != nil {
-			return err
+		n := min(len(p)-off, writeLen)
+		if n > block.Size {
+			n &^= block.Size - 1
 		}
-		p, off = p[n:], off+int64(n)
+		if _, err := h.WriteAt(p[off:off+n], int64(off)); err != nil {
+			return off, err
+		}
+		off += n
 	}
 }
 

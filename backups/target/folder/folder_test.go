@@ -14,6 +14,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/targettest"
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/block/suite"
 )
@@ -83,15 +84,18 @@ func isDirect(t *testing.T, h file.Handle) bool {
 	return flags&unix.O_DIRECT != 0
 }
 
-// TestAlignedBodiesPassThePageCache: Put writes the whole blocks of an aligned body with direct I/O and the tail
-// without, and a body of other memory without.
+// TestAlignedBodiesPassThePageCache: on a file system with blocks, Put writes the whole blocks of an aligned body with
+// direct I/O and the tail without, and a body of other memory without.
 func TestAlignedBodiesPassThePageCache(t *testing.T) {
 	var direct, buffered int
 	s, err := openOn(t.Context(), watchedFS{FS: file.OS, write: func(h file.Handle, p []byte) error {
-		if isDirect(t, h) {
-			direct += len(p)
-		} else {
+		switch isWhole := block.Aligned(p, 0) && len(p)%block.Size == 0; {
+		case !isDirect(t, h):
 			buffered += len(p)
+		case !isWhole:
+			return unix.EINVAL
+		default:
+			direct += len(p)
 		}
 		return nil
 	}}, t.TempDir())
