@@ -33,7 +33,7 @@ export GOTOOLCHAIN ?= auto
 export GOFLAGS := -trimpath $(GOFLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: mutants demo-cluster test-faults test-many test-all quick help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo man cluster clean need-root walls fmt-check
+.PHONY: mutants demo-cluster test-faults test-many test-all quick help setup build release test race lint check generate sanity test-crash test-model bench fuzz demo man cluster clean need-root setup-all walls fmt-check
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -47,6 +47,9 @@ release: ## build bin/drover as it is shipped: static, and the same bytes everyw
 
 setup: ## install what is missing of the tools below (Debian)
 	@.ci/setup
+
+setup-all: ## setup, and what only test-all needs
+	@.ci/setup all
 
 quick: ## the pure tests, in less than a minute (no root)
 	@# A package whose tests need a server would be linked for nothing.
@@ -63,7 +66,7 @@ else
 	$(GO) test -p $(PACKAGES) $(TESTBUILD) $(TESTFLAGS) $(TESTS)
 endif
 
-test-all: need-root setup build ## test, test-crash, test-model, test-faults, test-many and fuzz, from random seeds (a day)
+test-all: need-root setup-all build ## test, test-crash, test-model, test-faults, test-many and fuzz, from random seeds (a day)
 	DROVER_TEST=all $(GO) test -p $(PACKAGES) -timeout 4h -count=1 $(TESTS)
 	$(MAKE) test-crash test-model test-faults test-many fuzz
 

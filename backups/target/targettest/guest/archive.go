@@ -11,8 +11,7 @@ import (
 	"strings"
 )
 
-// writeArchive writes files, by their names in the guest, as an archive that the kernel unpacks into its root (cpio in
-// the format newc, which Debian's cpio would write, too).
+// writeArchive writes files, by names in the guest, as an archive for the kernel to unpack (cpio, format newc).
 func writeArchive(to string, files map[string]string) (err error) {
 	out, err := os.Create(to)
 	if err != nil {

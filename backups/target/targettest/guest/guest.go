@@ -1,9 +1,9 @@
-// Package guest runs a test in a virtual machine, for what the kernel of this machine may lack: Debian's cloud kernel in
-// QEMU, without KVM. The test binary itself is the init of the guest, so both sides of a test are one program. Only
-// tests import the package.
+// Package guest runs a test in a virtual machine with Debian's cloud kernel, because the kernel of this machine may lack
+// clients of file servers. QEMU needs no KVM. The test binary is the init of the guest, so both sides of a test are one
+// program. Only tests import the package.
 //
 // The guest has the programs and modules of Options, a file system in memory, and 127.0.0.1 of this machine as
-// HostAddress. Run owns QEMU and waits for its end.
+// HostAddress. Run owns QEMU and waits for the end of QEMU.
 package guest
 
 import (
@@ -31,21 +31,21 @@ const (
 	// longest is how long a guest may live: an emulated processor is slow, and so is a busy machine.
 	longest = 40 * time.Minute
 	memory  = "1500M"
-	// verdict begins the last line that the guest shows.
+	// verdict begins the last line of the guest.
 	verdict = "guest: the test "
 )
 
 // Options say what a guest has.
 type Options struct {
 	Test     string            // name of the test to run in the guest
-	Modules  []string          // of the kernel, besides those for the network; their dependencies come along
-	Programs []string          // of this machine; their libraries come along
+	Modules  []string          // of the kernel, besides the network's; with all dependencies
+	Programs []string          // of this machine; with all libraries
 	Files    []string          // of this machine, with their whole path
 	Env      map[string]string // of the test
 }
 
-// Run runs a test of this test binary in a guest, and fails if that test fails. `.ci/setup all` installs the programs
-// that are missing.
+// Run runs a test of this test binary in a guest, and fails if the test fails there. `.ci/setup all` installs missing
+// programs.
 func Run(t *testing.T, o Options) {
 	t.Helper()
 	suite.Long(t)
@@ -93,7 +93,7 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// boot runs the guest to its end, and shows what the guest showed.
+// boot runs the guest to the end, and logs the lines of the guest's console.
 func boot(t *testing.T, kernel, root string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), longest)
@@ -119,7 +119,7 @@ func boot(t *testing.T, kernel, root string) {
 	}
 }
 
-// unpackKernel unpacks Debian's kernel into dir, and returns it with the modules, in the order to load them.
+// unpackKernel unpacks Debian's kernel into dir, and returns the kernel and the modules in the order of loading.
 func unpackKernel(t *testing.T, dir string, names []string) (kernel string, modules []string) {
 	t.Helper()
 	depends := output(t, dir, "apt-cache", "depends", "--important", kernelPackage)

@@ -34,7 +34,7 @@ func Main(m *testing.M) {
 	_ = unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF)
 }
 
-// Inside skips a test that runs in a guest alone.
+// Inside skips a test outside of a guest.
 func Inside(t *testing.T) {
 	t.Helper()
 	if os.Getenv(testVariable) == "" {
