@@ -73,6 +73,12 @@ type modelBackup struct {
 	disk   *disk
 }
 
+func (m *model) count() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.backups)
+}
+
 // pick returns a backup of a volume, or of any.
 func (m *model) pick(random *rand.Rand, volume string) *blob.ID {
 	m.mu.Lock()
@@ -90,9 +96,16 @@ func (m *model) pick(random *rand.Rand, volume string) *blob.ID {
 	return &ids[random.IntN(len(ids))]
 }
 
+// mostBackups bounds the backups of the model: each round compares all of them.
+const mostBackups = 16
+
 // step does one thing of a node.
 func (m *model) step(random *rand.Rand, n *node) error {
-	switch random.IntN(10) {
+	step := random.IntN(10)
+	if m.count() > mostBackups && step > 5 { // a deletion in place of a backup
+		step = 0
+	}
+	switch step {
 	case 0, 1:
 		id := m.pick(random, "")
 		if id == nil {
