@@ -20,6 +20,7 @@ import (
 func newOther(t *testing.T) *world {
 	t.Helper()
 	w := &world{TB: t, folder: t.TempDir()}
+	w.location = w.folder
 	s, err := folder.Open(t.Context(), w.folder)
 	must(t, err)
 	must(t, repo.Init(t.Context(), s, password, repo.Options{}))

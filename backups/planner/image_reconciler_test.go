@@ -255,45 +255,66 @@ func TestBackupVolumeMirrorsBackups(t *testing.T) {
 	w.AwaitDeleted(mirror, &api.BackupVolumeList{})
 }
 
-// TestRestoredVolumeBringsItsImage: a volume from a backup creates the image of the backup, from the image's backup. An
-// image of the name with other content stays, and an event tells. The image of a volume that exists is the user's.
+// TestRestoredVolumeBringsItsImage: a volume from a backup creates the image of the backup, from the image's backup.
 func TestRestoredVolumeBringsItsImage(t *testing.T) {
 	w := newWorld(t)
-	w.addNodes("n1")
-	w.addTarget("t")
-	img := w.addImage("golden", "a", "n1")
-	w.addSnapshot(w.addVolumeOf("v", "golden", "n1"), "s")
-	w.addBackup("b", "v", "s")
-	x := w.awaitImageSource("golden-aaaaaaaa.t", "n1")
-	w.storeImage(x)
-	b := w.awaitSource("b", "n1")
-	w.complete(b)
-	const url = "file:///srv/t?backup=b&volume=v"
-	apitest.EditStatus(w.Server, b, func(b *api.Backup) {
-		b.Status.URL, b.Status.VolumeBackingImageName = url, "golden"
-		b.Status.VolumeBackingImageDigest, b.Status.VolumeBackingImageChecksum = img.Status.Digest, img.Status.Checksum
-	})
-	restored := func(name string) *api.Volume {
-		v := apitest.Volume(name, 16<<20)
-		v.Spec.FromBackup = url
-		w.Create(v)
-		return v
-	}
-	same := restored("same")
+	img, x, url := w.addBackupWithImage("a")
 	w.Delete(img)
+	w.addRestored(url)
 	w.awaitEvent("BackingImageRestored", "image golden is restored from backup golden-aaaaaaaa.t")
 	now := apitest.Await(w.Server, &api.BackingImage{ObjectMeta: apitest.Named("golden")}, &api.BackingImageList{},
 		"is restored", func(i *api.BackingImage) bool { return i.Spec.SourceType == api.SourceRestore })
 	if now.Spec.SourceParameters[api.RestoreBackupURL] != x.Status.URL {
 		t.Errorf("%+v", now.Spec)
 	}
-	apitest.EditStatus(w.Server, same, func(v *api.Volume) { v.Status.State = api.VolumeDetached })
-	w.Delete(now)
-	other := w.addImage("golden", "c")
-	restored("differs")
+}
+
+// TestRestoredVolumeKeepsTheUsersImage: an image of the name with other content stays, and an event tells. The image of
+// a volume that has its content is the user's to delete.
+func TestRestoredVolumeKeepsTheUsersImage(t *testing.T) {
+	w := newWorld(t)
+	img, _, url := w.addBackupWithImage("c")
+	v := w.addRestored(url)
 	w.awaitEvent("BackingImageMismatch", "image golden has other content than the image of backup b")
-	if err := w.Client.Get(w.Ctx, client.ObjectKeyFromObject(other), other); err != nil ||
-		other.Spec.SourceType != api.SourceUpload {
-		t.Errorf("the image of the user is replaced: %+v, %v", other.Spec, err)
+	if err := w.Client.Get(w.Ctx, client.ObjectKeyFromObject(img), img); err != nil ||
+		img.Spec.SourceType != api.SourceUpload {
+		t.Errorf("the image of the user is replaced: %+v, %v", img.Spec, err)
 	}
+	for state, waits := range map[api.VolumeState]bool{"": true, api.VolumeCreating: true, api.VolumeDetached: false,
+		api.VolumeAttached: false} {
+		if v.Status.State = state; waitsForRestore(v) != waits {
+			t.Errorf("a volume in state %q brings its image: %v", state, !waits)
+		}
+	}
+}
+
+// addBackupWithImage makes the completed backup b of a volume, and that of the image golden, whose content in the
+// backup has a digest of these digits.
+func (w *world) addBackupWithImage(digits string) (img *api.BackingImage, x *api.BackupBackingImage, url string) {
+	w.T.Helper()
+	w.addNodes("n1")
+	w.addTarget("t")
+	img = w.addImage("golden", "a", "n1")
+	w.addSnapshot(w.addVolumeOf("v", "golden", "n1"), "s")
+	w.addBackup("b", "v", "s")
+	x = w.awaitImageSource("golden-aaaaaaaa.t", "n1")
+	w.storeImage(x)
+	b := w.awaitSource("b", "n1")
+	w.complete(b)
+	url = "file:///srv/t?backup=b&volume=v"
+	apitest.EditStatus(w.Server, b, func(b *api.Backup) {
+		b.Status.URL, b.Status.VolumeBackingImageName = url, "golden"
+		b.Status.VolumeBackingImageDigest = strings.Repeat(digits, 64)
+		b.Status.VolumeBackingImageChecksum = strings.Repeat(digits, 128)
+	})
+	return img, x, url
+}
+
+// addRestored makes a volume of the backup with a URL.
+func (w *world) addRestored(url string) *api.Volume {
+	w.T.Helper()
+	v := apitest.Volume("restored", 16<<20)
+	v.Spec.FromBackup = url
+	w.Create(v)
+	return v
 }
