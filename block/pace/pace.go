@@ -2,8 +2,8 @@
 // replicas on the node.
 //
 // While work is in progress and guests do I/O, periods of work alternate with rests. A rest shows how fast the guests
-// are undisturbed; the latencies in both decide how long the next rests are, so that guests keep a part of their speed on
-// a slow disk, and work loses little time on a fast one. Without guest I/O there is no rest but a short look now and
+// are undisturbed; latencies and rates in both decide how long the next rests are, so that guests keep a part of their
+// speed on a slow disk, and work loses little time on a fast one. Without guest I/O there is no rest but a short look now and
 // then, which also finds guests that the work stops altogether.
 //
 // Work that uses a disk calls Enter for each step of some milliseconds. A rest begins when the steps in progress have
@@ -73,6 +73,8 @@ type Pacer struct {
 	o    Options
 	gate gate
 
+	work, rest tally // of the goroutine alone; work that begins soon after other work knows them
+
 	mu    sync.Mutex
 	users int
 	end   func() // ends the goroutine and awaits it
@@ -122,7 +124,6 @@ func (p *Pacer) Enter(ctx context.Context) (leave func(), err error) {
 
 // run alternates work and rests.
 func (p *Pacer) run(ctx context.Context) {
-	var work, rest tally
 	began, before := time.Now(), p.count(ctx)
 	quiet, busy := 0, false // periods without guest I/O; the last rest had guest I/O
 	for wait(ctx, workPeriod) {
@@ -143,23 +144,23 @@ func (p *Pacer) run(ctx context.Context) {
 			return
 		}
 		worked, drained := time.Since(began), p.count(ctx)
-		work.add(drained, before)
+		p.work.add(drained, before, worked)
 		began = time.Now()
-		rested := wait(ctx, restAfter(worked, work.speed(rest), keep))
+		if !wait(ctx, restAfter(worked, p.work.speed(p.rest), keep)) {
+			p.gate.resume()
+			return
+		}
 		before = p.count(ctx)
 		if busy = !isQuiet(before, drained, time.Since(began)); busy {
-			rest.add(before, drained)
+			p.rest.add(before, drained, time.Since(began))
 		} else {
-			work, rest = tally{}, tally{}
+			p.work, p.rest = tally{}, tally{}
 		}
 		if p.o.Rested != nil {
 			p.o.Rested(time.Since(began))
 		}
 		began = time.Now()
 		p.gate.resume()
-		if !rested {
-			return
-		}
 	}
 }
 
@@ -190,17 +191,20 @@ func restAfter(worked time.Duration, speed, keep float64) time.Duration {
 }
 
 // tally has the requests of the last periods; those of earlier ones count less.
-type tally struct{ requests, latency float64 }
+type tally struct{ requests, latency, seconds float64 }
 
-func (t *tally) add(now, before *GuestIO) {
+func (t *tally) add(now, before *GuestIO, took time.Duration) {
 	if now == nil || before == nil || now.Requests < before.Requests || now.Latency < before.Latency {
 		return // a volume was detached
 	}
 	t.requests = t.requests*memory + float64(now.Requests-before.Requests)
 	t.latency = t.latency*memory + float64(now.Latency-before.Latency)
+	t.seconds = t.seconds*memory + took.Seconds()
 }
 
-// speed is that of guests beside the work t, as a part of their speed in rest.
+// speed is that of guests beside the work t, as a part of their speed in rest: by the latencies, or by the rates where
+// these tell of more. Volumes do not see how long a guest waits for a processor, and a guest that issues requests at a
+// rate of its own has the same rate beside work, with longer latencies.
 func (t *tally) speed(rest tally) float64 {
 	switch {
 	case rest.requests == 0: // nothing is known yet
@@ -208,7 +212,9 @@ func (t *tally) speed(rest tally) float64 {
 	case t.requests == 0 || t.latency == 0: // no request came back
 		return 0
 	}
-	return min(rest.latency/rest.requests*t.requests/t.latency, 1)
+	latency := rest.latency / rest.requests * t.requests / t.latency
+	rate := t.requests / t.seconds * rest.seconds / rest.requests
+	return min(latency, rate, 1)
 }
 
 // wait returns false when ctx ended.
