@@ -145,6 +145,37 @@ func TestDamagedBackupIsNoBase(t *testing.T) {
 	w.compareRestored(second, v, 1)
 }
 
+// TestStoreThatIsGoneIsNoDamage: a restore that may leave damaged chunks out meets an empty folder, as below a share that
+// was unmounted. The restore fails for the moment, and names no chunk.
+func TestStoreThatIsGoneIsNoDamage(t *testing.T) {
+	w := newWorld(t)
+	v := w.newVolume("vol", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)})
+	w.start(nil)
+	b := w.newBackup("b1", v, 0)
+	w.awaitState(b, api.BackupCompleted)
+	open, err := w.open(t.Context(), b.Status.URL)
+	must(t, err)
+	must(t, os.Rename(w.folder, w.folder+"-gone"))
+	must(t, os.Mkdir(w.folder, 0o700))
+	restore := func() ([]int64, error) {
+		return open.(block.ChunkedBackup).RestoreIntact(t.Context(), &memorySink{got: make([]byte, v.size)},
+			func(int64) bool { return false })
+	}
+	if damaged, err := restore(); !api.Is(err, api.Unavailable) {
+		t.Errorf("the empty folder: chunks %v, %v", damaged, err)
+	}
+	buf := make([]byte, chunk)
+	if err := open.(block.ChunkedBackup).ReadChunk(t.Context(), 0, buf); !api.Is(err, api.Unavailable) {
+		t.Errorf("a read from the empty folder: %v", err)
+	}
+	must(t, os.RemoveAll(w.folder))
+	must(t, os.Rename(w.folder+"-gone", w.folder))
+	if damaged, err := restore(); err != nil || len(damaged) > 0 {
+		t.Errorf("the folder is back: chunks %v, %v", damaged, err)
+	}
+	must(t, open.Close())
+}
+
 // spoilFirstBlob changes bytes of one chunk in the pack with data. The position is within a chunk of full size even when
 // a smaller blob of 4 KiB comes first.
 func (w *world) spoilFirstBlob() {

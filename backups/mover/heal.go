@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 
+	"drover.io/drover/api"
 	"drover.io/drover/backups/manifest"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
@@ -16,7 +17,7 @@ type FindChunk func(ctx context.Context, d manifest.Description, number int64, d
 
 // Heal stores the blobs of chunks again that backups need and that no pack has whole, as far as find finds the chunks,
 // and returns the number of blobs. A fragment is cut out of its chunk. Heal leaves damaged lists of chunks as they are:
-// a full backup of the same content writes them again.
+// a full backup of the same content writes them again. Heal skips snapshots of other programs.
 func Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions, find FindChunk) (
 	healed int64, err error) {
 	lock, err := r.Lock(ctx, repo.Shared)
@@ -35,10 +36,10 @@ func Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.W
 		return 0, err
 	}
 	defer func() { err = errors.Join(err, w.Close()) }()
-	h := &healing{w: w, find: find, tried: map[blob.ID]bool{}, buffer: block.AlignedBuffer(block.ChunkSize)}
+	h := &healing{w: w, find: find, missing: map[chunkPlace]bool{}, buffer: block.AlignedBuffer(block.ChunkSize)}
 	for _, id := range snapshots {
 		m, err := openSnapshot(lock.Context(), r, blobs, id)
-		if repo.IsDamage(err) {
+		if repo.IsDamage(err) || api.Is(err, api.Unsupported) {
 			continue
 		} else if err != nil {
 			return 0, err
@@ -52,11 +53,20 @@ func Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.W
 
 // healing is the state of a Heal.
 type healing struct {
-	w      *repo.Writer
-	find   FindChunk
-	tried  map[blob.ID]bool // chunks
-	buffer []byte
-	healed int64
+	w       *repo.Writer
+	find    FindChunk
+	missing map[chunkPlace]bool // chunks that no disk has there
+	buffer  []byte
+	healed  int64
+}
+
+// chunkPlace is a chunk at a place of a volume or image. Two volumes may have the same chunk, and a disk only one of the
+// volumes.
+type chunkPlace struct {
+	kind   manifest.Kind
+	name   string
+	number int64
+	digest blob.ID
 }
 
 func (h *healing) backup(ctx context.Context, m *manifest.Manifest) error {
@@ -92,7 +102,8 @@ func (h *healing) chunk(ctx context.Context, m *manifest.Manifest, number int64,
 			lost = append(lost, p)
 		}
 	}
-	if len(lost) == 0 || h.tried[c.Digest] {
+	place := chunkPlace{m.Kind, m.Name, number, c.Digest}
+	if len(lost) == 0 || h.missing[place] {
 		return nil
 	}
 	b := h.buffer[:n]
@@ -101,7 +112,7 @@ func (h *healing) chunk(ctx context.Context, m *manifest.Manifest, number int64,
 	} else if found, err := h.find(ctx, m.Description, number, c.Digest, b); err != nil {
 		return err
 	} else if !found || blob.Sum(b) != c.Digest {
-		h.tried[c.Digest] = true // another backup may have the chunk elsewhere, but rarely
+		h.missing[place] = true
 		return nil
 	}
 	for _, p := range lost {

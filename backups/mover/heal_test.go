@@ -111,6 +111,45 @@ func TestHealWritesLostChunksAndFragmentsAgain(t *testing.T) {
 	w.compare(first.Snapshot, old)
 }
 
+// TestHealLooksForAChunkInEachVolume: two volumes have the same chunk, at different places, and a disk has one of the
+// volumes alone. Beside their snapshots, one of another program needs a lost blob, too. Heal heals the chunk.
+func TestHealLooksForAChunkInEachVolume(t *testing.T) {
+	suite.System(t)
+	w := newWorld(t)
+	gone, here := newDisk(2*chunkSize), newDisk(2*chunkSize)
+	gone.fill(1, 0)
+	here.fill(1, 1)
+	copy(here.chunks[1], gone.chunks[0])
+	first, second := w.backup(gone, options("gone")), w.backup(here, options("here"))
+	file := filepath.Join(t.TempDir(), "file")
+	must(t, os.WriteFile(file, randomBytes(9, 4096), 0o600))
+	w.restic("backup", file)
+	files, err := w.r.ListSnapshots(t.Context())
+	must(t, err)
+	w.damagePack(blob.Sum(here.chunks[1]))
+	ids := []blob.ID{first.Snapshot}
+	for _, f := range files {
+		if id := f.ID; id != first.Snapshot && id != second.Snapshot {
+			ids = append(ids, id)
+		}
+	}
+	if ids = append(ids, second.Snapshot); len(ids) != 3 {
+		t.Fatalf("%d snapshots", len(ids))
+	}
+	w.verify()
+	healed, err := Heal(t.Context(), w.r, ids, repo.WriterOptions{},
+		func(_ context.Context, d manifest.Description, number int64, _ blob.ID, b []byte) (bool, error) {
+			_, err := here.ReadAt(b, number*chunkSize)
+			return d.Name == "here", err
+		})
+	must(t, err)
+	if d := w.verify(); healed != 1 || !d.IsZero() {
+		t.Errorf("%d blobs healed; left: %+v", healed, d)
+	}
+	w.compare(first.Snapshot, gone)
+	w.compare(second.Snapshot, here)
+}
+
 // TestTwoNodesHealTheSameChunk: two nodes find the same lost chunk, and both write it. The backup is whole, and restic
 // finds no error after a sweep.
 func TestTwoNodesHealTheSameChunk(t *testing.T) {

@@ -89,13 +89,15 @@ func restoreWriter(ctx context.Context, on block.Layers, uid api.UID, size int64
 	return w, nil
 }
 
-// endCutRestore ends the work on a layer after an error: what a later restore can use stays.
+// endCutRestore ends the work on a layer after an error. The chunks stay for a later restore, which compares each with
+// its digest, unless the disk needs their room or the backup itself is at fault. A store that denies the access is no
+// such error: a person changes the credentials.
 func endCutRestore(w block.LayerWriter, err error) error {
 	k, ok := w.(block.CheckpointWriter)
-	if ok && (errors.Is(err, context.Canceled) || api.Is(err, api.Unavailable)) {
-		return k.Leave()
+	if !ok || api.Is(err, api.Full) || api.Is(err, api.OutOfRange) || api.Is(err, api.Corrupt) {
+		return w.Abort()
 	}
-	return w.Abort()
+	return k.Leave()
 }
 
 // readableSink lets the backup read the bytes that it has written.

@@ -160,12 +160,16 @@ func (o *backup) restore(ctx context.Context, sink block.Sink, options mover.Res
 	options.Progress = &o.progress
 	err = o.inSession(ctx, func(ctx context.Context) (err error) {
 		damaged, err = mover.Restore(ctx, o.blobs, o.manifest, sink, options)
+		if err == nil && len(damaged) > 0 {
+			err = o.lock.Confirm(ctx)
+		}
 		return err
 	})
 	return damaged, err
 }
 
-// inSession calls do with a context that ends with the lock: without the lock, a sweep may delete blobs.
+// inSession calls do with a context that ends with the lock: without the lock, a sweep may delete blobs. The store has
+// damage only while the store has the lock, too: a share that was unmounted has neither.
 func (o *backup) inSession(ctx context.Context, do func(context.Context) error) error {
 	session := o.lock.Context()
 	if session.Err() != nil {
@@ -175,6 +179,11 @@ func (o *backup) inSession(ctx context.Context, do func(context.Context) error) 
 	defer cancel(nil)
 	defer context.AfterFunc(session, func() { cancel(context.Cause(session)) })()
 	err := do(ctx)
+	if repo.IsDamage(err) {
+		if gone := o.lock.Confirm(ctx); gone != nil {
+			err = gone
+		}
+	}
 	if cause := context.Cause(ctx); err != nil && cause != nil {
 		return cause
 	}

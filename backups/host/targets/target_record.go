@@ -63,6 +63,9 @@ func (rec *targetRecord) nextVisit(t *api.BackupTarget, backups []api.StoredBack
 	if !t.Status.Available || slices.ContainsFunc(backups, isFailing) { // the store may be why backups fail
 		next = earlier(next, rec.visited.Add(retry))
 	}
+	if asked := t.Spec.SyncRequestedAt; asked != nil && !asked.Equal(t.Status.SyncedRequest) {
+		next = earlier(next, rec.visited.Add(retry)) // the visit failed at the API server
+	}
 	return next
 }
 
@@ -109,7 +112,10 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 		v.reason = ""
 		return
 	}
-	st.OwnerID, st.SyncedRequest = node, v.request
+	st.OwnerID = node
+	if v.reason != "" { // else the next visit answers
+		st.SyncedRequest = v.request
+	}
 	rec.missingAt = v.missingAt
 	if v.format != "" {
 		st.Format = v.format

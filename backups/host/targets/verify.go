@@ -45,6 +45,7 @@ type verifyResult struct {
 	checked bool // damage and healed are known
 	damage  repo.Damage
 	healed  int64
+	healErr error // of the heal: the damage is known
 	err     error
 }
 
@@ -87,8 +88,8 @@ func (s *verifyResult) checkAndHeal(ctx context.Context, r *repo.Repository, o O
 	if s.damage, err = r.Check(ctx, healWriter); err != nil || len(s.damage.Blobs) == 0 || o.Heal == nil {
 		return err
 	}
-	s.healed, err = o.Heal(ctx, r, s.damage.Snapshots, healWriter)
-	if err == nil && s.healed > 0 {
+	s.healed, s.healErr = o.Heal(ctx, r, s.damage.Snapshots, healWriter)
+	if s.healed > 0 {
 		s.damage, err = r.Check(ctx, healWriter)
 	}
 	return err
@@ -185,6 +186,9 @@ func (rec *targetRecord) applyVerification(t *api.BackupTarget, backups []api.St
 		return
 	}
 	v.Message, rec.verifyAgain = "", time.Time{}
+	if s.healErr != nil {
+		v.Message = api.ClipMessage("the damage cannot be healed: " + s.healErr.Error())
+	}
 	if !s.wish.recheck {
 		s.applyStep(v, at)
 	}

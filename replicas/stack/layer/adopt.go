@@ -30,11 +30,9 @@ func (w *Writer) AdoptChunks(ctx context.Context, digestOf func(chunk int64) (di
 	}
 	return w.nameError(EachChunk(ctx, &found, func(c int64, buf []byte) error {
 		buf = buf[:min(chunkSize, size-c*chunkSize)]
-		if n, err := w.direct.ReadAt(buf, c*chunkSize); n < len(buf) {
-			return err
-		}
+		n, _ := w.direct.ReadAt(buf, c*chunkSize) // chunks that cannot be read are written again
 		digest, known := digestOf(c)
-		if !known || sha256.Sum256(buf) != digest {
+		if !known || n < len(buf) || sha256.Sum256(buf) != digest {
 			return w.data.Punch(c*chunkSize, int64(len(buf)))
 		}
 		if err := w.putSums(c, format.ChunkSums{Digest: digest, CRCs: format.ChunkCRCs(buf)}); err != nil {
