@@ -45,7 +45,8 @@ func (p *volumeReconciler) removeVolume(ctx context.Context, v *api.Volume, mine
 	if err := p.deleteRestoreImage(ctx, v); err != nil {
 		return err
 	}
-	if err := (&standbyPlanner{p}).deleteStandbyImages(ctx, v, nil); err != nil {
+	if err := (&standbyPlanner{p}).deleteStandbyImages(ctx, v,
+		func(*api.BackingImage) bool { return false }); err != nil {
 		return err
 	}
 	for i := range mine {

@@ -238,6 +238,9 @@ func (p *volumeReconciler) takeImageOut(ctx context.Context, v *api.Volume, r *a
 // deleteRestoreImage deletes the hidden image of a volume; the deletion ends a transfer, and awaits replicas that stand
 // on the image.
 func (p *volumeReconciler) deleteRestoreImage(ctx context.Context, v *api.Volume) error {
+	if err := (&standbyPlanner{p}).deleteFormerImages(ctx, v); err != nil {
+		return err
+	}
 	img, err := p.hiddenImage(ctx, v)
 	if img == nil || err != nil || img.DeletionTimestamp != nil {
 		return err

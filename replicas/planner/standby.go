@@ -393,23 +393,25 @@ func (p *standbyPlanner) reportStandby(v *api.Volume, all []standbyEvent) {
 }
 
 // deleteFormerImages deletes the hidden images of a volume that is or was a standby volume, other than those in its
-// status. A cache that is behind may lack an image of the status: only a status that the API has, too, counts.
+// status. A cache that is behind may lack an image of the status: only a status that the API has, too, counts. An
+// activated volume may need the data of a newer backup yet: until then a whole image stays, as the source of chunks on
+// the disk, and as the last whole backup if the store is lost.
 func (p *standbyPlanner) deleteFormerImages(ctx context.Context, v *api.Volume) error {
 	st := v.Status.Standby
 	if st == nil {
 		return nil
 	}
-	var keep []string
-	for _, b := range []*api.StandbyBackup{st.Held, st.Next} {
-		if b != nil {
-			keep = append(keep, b.BackingImage)
-		}
-	}
-	return p.deleteStandbyImages(ctx, v, keep)
+	restoring := !v.FollowsBackups() && (v.Status.RestoreStatus == nil ||
+		v.Status.RestoreStatus.State != api.CloneCompleted)
+	return p.deleteStandbyImages(ctx, v, func(i *api.BackingImage) bool {
+		return restoring && i.Status.State == api.ImageReady || st.Held != nil && st.Held.BackingImage == i.Name ||
+			st.Next != nil && st.Next.BackingImage == i.Name
+	})
 }
 
-// deleteStandbyImages deletes the hidden images of a standby volume, except those to keep.
-func (p *standbyPlanner) deleteStandbyImages(ctx context.Context, v *api.Volume, keep []string) error {
+// deleteStandbyImages deletes the hidden images of a standby volume, except those that keep returns true for.
+func (p *standbyPlanner) deleteStandbyImages(ctx context.Context, v *api.Volume,
+	keep func(*api.BackingImage) bool) error {
 	if v.Status.Standby == nil {
 		return nil
 	}
@@ -423,7 +425,7 @@ func (p *standbyPlanner) deleteStandbyImages(ctx context.Context, v *api.Volume,
 		return err
 	}
 	former := slices.DeleteFunc(list.Items, func(i api.BackingImage) bool {
-		return i.DeletionTimestamp != nil || slices.Contains(keep, i.Name) || !v.OwnsStandbyImage(i.Name)
+		return i.DeletionTimestamp != nil || keep(&i) || !v.OwnsStandbyImage(i.Name)
 	})
 	if len(former) == 0 {
 		return nil

@@ -317,8 +317,14 @@ func TestStandbyFollowsAndIsActivated(t *testing.T) {
 	}
 	w.image(third, api.ImageInProgress) // readable
 	if v = w.reconcile(); v.Status.IsStandby || v.RestoreImage() != third || v.Status.LastBackup != "b3" ||
-		v.Status.RestoreStatus.Backup != "b3" || !w.isDeleted(second) || w.isDeleted(third) {
+		v.Status.RestoreStatus.Backup != "b3" || w.isDeleted(second) || w.isDeleted(third) {
 		t.Errorf("activated: %+v", v.Status)
+	}
+	whole := v.DeepCopy()
+	whole.Status.RestoreStatus.State = api.CloneCompleted
+	if err := (&standbyPlanner{w.p}).deleteFormerImages(w.Ctx, whole); err != nil || !w.isDeleted(second) ||
+		w.isDeleted(third) {
+		t.Errorf("with all data the volume keeps the former image: %v", err)
 	}
 	var reps api.ReplicaList
 	if err := w.Client.List(w.Ctx, &reps); err != nil {
