@@ -330,3 +330,12 @@ const (
 
 // PublishedPassword is the password of a repository whose target has none: whoever reads the store can read the backups.
 const PublishedPassword = "drover"
+
+// NewRequest is the time of a request after the last one: the API keeps seconds, and each request is a new value.
+func NewRequest(last *metav1.Time) metav1.Time {
+	now := metav1.NewTime(time.Now().Truncate(time.Second))
+	if last != nil && !last.Before(&now) {
+		return metav1.NewTime(last.Add(time.Second))
+	}
+	return now
+}

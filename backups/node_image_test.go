@@ -5,9 +5,6 @@ import (
 	"context"
 	"strings"
 	"testing"
-	"time"
-
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -247,15 +244,11 @@ func TestImageBackupsTravel(t *testing.T) {
 	w.awaitState(without, api.BackupCompleted)
 }
 
-// sync asks the owner of the target for a list of the store. Requests have whole seconds: the second one within a second
-// has the next one.
+// sync asks the owner of the target for a list of the store.
 func (w *world) sync() {
 	w.T.Helper()
 	apitest.Edit(w.Server, w.target, func(t *api.BackupTarget) {
-		asked := metav1.Now().Rfc3339Copy()
-		if last := t.Spec.SyncRequestedAt; last != nil && !last.Before(&asked) {
-			asked = metav1.NewTime(last.Add(time.Second))
-		}
+		asked := api.NewRequest(t.Spec.SyncRequestedAt)
 		t.Spec.SyncRequestedAt = &asked
 	})
 }

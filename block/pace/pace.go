@@ -3,8 +3,8 @@
 //
 // While work is in progress and guests do I/O, periods of work alternate with rests. A rest shows how fast the guests
 // are undisturbed; latencies and rates in both decide how long the next rests are, so that guests keep a part of their
-// speed on a slow disk, and work loses little time on a fast one. Without guest I/O there is no rest but a short look now and
-// then, which also finds guests that the work stops altogether.
+// speed on a slow disk, and work loses little time on a fast one. Without guest I/O the Pacer rests for a moment now and
+// then, and so finds guests that the work stops altogether.
 //
 // Work that uses a disk calls Enter for each step of some milliseconds. A rest begins when the steps in progress have
 // ended, or after a second. A step never waits for another step, which may wait for the end of a rest.
@@ -180,8 +180,8 @@ func isQuiet(now, before *GuestIO, took time.Duration) bool {
 	return float64(now.Requests-before.Requests) <= fewRequests*took.Seconds()
 }
 
-// restAfter is how long a rest after worked has to be, so that guests, which have the part speed of their speed
-// beside work, keep the part keep on average: with the share s of the rests, s + (1-s) * speed = keep.
+// restAfter returns the length of a rest after a period of work. The work slows guests down to the part speed, and they
+// keep the part keep on average when the share s of the rests in the time satisfies s + (1-s) * speed = keep.
 func restAfter(worked time.Duration, speed, keep float64) time.Duration {
 	share := leastShare
 	if speed < keep {
@@ -202,9 +202,9 @@ func (t *tally) add(now, before *GuestIO, took time.Duration) {
 	t.seconds = t.seconds*memory + took.Seconds()
 }
 
-// speed is that of guests beside the work t, as a part of their speed in rest: by the latencies, or by the rates where
-// these tell of more. Volumes do not see how long a guest waits for a processor, and a guest that issues requests at a
-// rate of its own has the same rate beside work, with longer latencies.
+// speed returns how fast guests are during the work t, as a part of their speed during rest. The lower of two ratios
+// counts: a volume does not see how long its guest waits for a processor, which lowers the rate alone; and a guest that
+// issues requests by a clock keeps its rate, while work makes the latencies longer.
 func (t *tally) speed(rest tally) float64 {
 	switch {
 	case rest.requests == 0: // nothing is known yet

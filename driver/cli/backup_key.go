@@ -23,6 +23,9 @@ import (
 	"drover.io/drover/driver/cli/recoverykey"
 )
 
+// keyCleanup bounds the withdrawal of a request for the key file.
+const keyCleanup = 10 * time.Second
+
 func (a *app) backupKey() *cobra.Command {
 	c := groupCommand("key", "The recovery key of a target's repository")
 	c.AddCommand(a.backupKeyExport())
@@ -92,7 +95,7 @@ func exportKey(ctx context.Context, c client.WithWatch, name string, remarks io.
 	}
 	var asked metav1.Time
 	err = requestOf(ctx, c, name, func(t *api.BackupTarget) error {
-		asked = newRequest(t.Spec.KeyRequestedAt)
+		asked = api.NewRequest(t.Spec.KeyRequestedAt)
 		t.Spec.KeyRequestedAt = &asked
 		return nil
 	})
@@ -100,9 +103,12 @@ func exportKey(ctx context.Context, c client.WithWatch, name string, remarks io.
 		return nil, err
 	}
 	defer func() {
-		ctx := context.WithoutCancel(ctx)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), keyCleanup)
+		defer cancel()
 		err = errors.Join(err, requestOf(ctx, c, name, func(t *api.BackupTarget) error {
-			t.Spec.KeyRequestedAt = nil
+			if asked.Equal(t.Spec.KeyRequestedAt) { // a later request is of another command
+				t.Spec.KeyRequestedAt = nil
+			}
 			return nil
 		}))
 	}()

@@ -95,7 +95,7 @@ func listLocks(ctx context.Context, c client.WithWatch, name string, remove bool
 		if q := t.Spec.LocksRequest; q != nil {
 			last = &q.At
 		}
-		asked = newRequest(last)
+		asked = api.NewRequest(last)
 		t.Spec.LocksRequest = &api.LocksRequest{At: asked, RemoveStale: remove}
 		return nil
 	})

@@ -107,7 +107,7 @@ func verifyTarget(ctx context.Context, c client.WithWatch, name string, remarks 
 			return api.Errorf(api.InUse, "target %q is read-only, and a verification writes a lock: run `restic check "+
 				"--read-data --no-lock`", name)
 		}
-		asked = newRequest(t.Spec.VerifyRequestedAt)
+		asked = api.NewRequest(t.Spec.VerifyRequestedAt)
 		t.Spec.VerifyRequestedAt = &asked
 		return nil
 	})

@@ -418,15 +418,6 @@ func (a *app) targetSync() *cobra.Command {
 	}
 }
 
-// newRequest is the time of a request after the last one: the API keeps seconds, and each request is a new value.
-func newRequest(last *metav1.Time) metav1.Time {
-	now := metav1.NewTime(time.Now().Truncate(time.Second))
-	if last != nil && !last.Before(&now) {
-		return metav1.NewTime(last.Add(time.Second))
-	}
-	return now
-}
-
 // requestOf writes a request into the spec of a target.
 func requestOf(ctx context.Context, c client.WithWatch, name string, change func(*api.BackupTarget) error) error {
 	_, err := await.Edit(ctx, c, name, func(t *api.BackupTarget) (bool, error) { return true, change(t) })
@@ -441,7 +432,7 @@ func syncTarget(ctx context.Context, c client.WithWatch, name string, remarks io
 	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
 	var asked metav1.Time
 	err := requestOf(ctx, c, name, func(t *api.BackupTarget) error {
-		asked = newRequest(t.Spec.SyncRequestedAt)
+		asked = api.NewRequest(t.Spec.SyncRequestedAt)
 		t.Spec.SyncRequestedAt = &asked
 		return nil
 	})

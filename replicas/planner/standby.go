@@ -134,10 +134,7 @@ func (p *standbyPlanner) askForBackups(ctx context.Context, v *api.Volume, t *ap
 	if t == nil {
 		return nil
 	}
-	asked := now
-	if last := t.Spec.SyncRequestedAt; last != nil && !last.Before(&asked) {
-		asked = metav1.NewTime(last.Add(time.Second)) // the API keeps seconds, and each request is a new value
-	}
+	asked := api.NewRequest(t.Spec.SyncRequestedAt)
 	old := t.DeepCopy()
 	t.Spec.SyncRequestedAt, st.SyncRequestedAt = &asked, &asked
 	err := p.client.Patch(ctx, t, client.MergeFromWithOptions(old, client.MergeFromWithOptimisticLock{}))
