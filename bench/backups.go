@@ -456,44 +456,68 @@ func changeOneDay(dev string, size, day int64) (int64, error) {
 	return int64(len(changed)) * 4096, err
 }
 
-// guestDuringBackup measures a guest's I/O while full backups follow each other, in turn with a guest without backups.
+// guestDuringBackup measures a guest's I/O without backups, while full backups follow each other, and while the snapshots
+// of as many backups follow each other: each backup takes one, and the guest pays for it.
 func (b *bench) guestDuringBackup(ctx context.Context, dev string) error {
 	n := 0
+	backUp := func(context.Context) error {
+		n++
+		_, err := b.in.backUp(ctx, fmt.Sprintf("guest-%d", n), backupVolume, api.BackupFull)
+		return err
+	}
 	for _, j := range []job{jobs[0], jobs[4]} { // reads one at a time, writes at depth 32
-		var without, during []float64
+		var without, snapshots, during []float64
 		for range b.rounds {
 			v, err := b.fio(ctx, j, dev)
 			if err != nil {
 				return err
 			}
 			without = append(without, v)
-			stop, ended := make(chan struct{}), make(chan error, 1)
-			go func() {
-				for {
-					n++
-					_, err := b.in.backUp(ctx, fmt.Sprintf("guest-%d", n), backupVolume, api.BackupFull)
-					select {
-					case <-stop:
-					default:
-						if err == nil {
-							continue
-						}
-					}
-					ended <- err
-					return
-				}
-			}()
-			v, err = b.fio(ctx, j, dev)
-			close(stop)
-			if err := errors.Join(err, <-ended); err != nil {
+			began, first := time.Now(), n
+			if v, err = b.fioDuring(ctx, j, dev, backUp); err != nil {
 				return err
 			}
 			during = append(during, v)
+			each := time.Since(began) / time.Duration(n-first)
+			v, err = b.fioDuring(ctx, j, dev, func(stop context.Context) error {
+				n++
+				name := fmt.Sprintf("guest-%d", n)
+				err := b.createSnapshot(ctx, backupVolume, name)
+				select {
+				case <-stop.Done():
+				case <-time.After(each):
+				}
+				return errors.Join(err, b.deleteSnapshot(ctx, name))
+			})
+			if err != nil {
+				return err
+			}
+			snapshots = append(snapshots, v)
 		}
-		b.addFigure("backup-guest-"+j.name, "no backup", median(without), j.unit, "", 0, "")
-		b.addFigure("backup-guest-"+j.name, "during full backups", median(during), j.unit, "no backup", median(without), "")
+		name, base := "backup-guest-"+j.name, median(without)
+		b.addFigure(name, "no backup", base, j.unit, "", 0, "")
+		b.addFigure(name, "snapshots alone", median(snapshots), j.unit, "no backup", base, "")
+		b.addFigure(name, "during full backups", median(during), j.unit, "no backup", base, "")
 	}
 	return nil
+}
+
+// fioDuring runs a round of a job while calls of work follow each other. The context of work ends with the round.
+func (b *bench) fioDuring(ctx context.Context, j job, dev string, work func(context.Context) error) (float64, error) {
+	during, stop := context.WithCancel(ctx)
+	defer stop()
+	ended := make(chan error, 1)
+	go func() {
+		for {
+			if err := work(during); err != nil || during.Err() != nil {
+				ended <- err
+				return
+			}
+		}
+	}()
+	v, err := b.fio(ctx, j, dev)
+	stop()
+	return v, errors.Join(err, <-ended)
 }
 
 // sweep deletes all backups of the volume, and waits until the space is free.
