@@ -156,7 +156,7 @@ var Settings = map[string]string{
 	"volume-attach-limit":              "256",     // attached volumes on one node at most
 	"concurrent-backups-per-node":      "2",       // backups that one node makes at once; 0: 1
 	// Percent of its speed that the I/O of volumes keeps at a node that makes backups; 0: backups never pause.
-	"backup-guest-speed-percentage": "85",
+	"backup-guest-speed-percentage": "90",
 	"failed-backup-ttl":             "1440", // minutes until a failed backup is deleted; 0: never
 }
 

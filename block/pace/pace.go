@@ -59,12 +59,14 @@ type Options struct {
 
 const (
 	workPeriod  = 200 * time.Millisecond
-	shortest    = 20 * time.Millisecond // of a rest
+	shortest    = 20 * time.Millisecond  // of a rest
+	firstRest   = 200 * time.Millisecond // beside guest I/O: long enough to know its speed
 	longest     = 2 * time.Second
 	leastShare  = 0.05 // of the rests in the time
 	mostShare   = 0.9
 	lookEvery   = 8   // periods of work without guest I/O between two looks
-	fewRequests = 50  // in a second, or fewer, are no guest I/O
+	fewRequests = 50  // in a second, or fewer, that are quick, are no guest I/O
+	quickPart   = 0.1 // of the time in which a quick request is in progress, or less
 	memory      = 0.7 // of the counts of earlier periods, in each period
 )
 
@@ -145,8 +147,12 @@ func (p *Pacer) run(ctx context.Context) {
 		}
 		worked, drained := time.Since(began), p.count(ctx)
 		p.work.add(drained, before, worked)
+		rest := restAfter(worked, p.work.speed(p.rest), keep)
+		if p.rest.requests == 0 && !isQuiet(drained, before, worked) {
+			rest = max(rest, firstRest)
+		}
 		began = time.Now()
-		if !wait(ctx, restAfter(worked, p.work.speed(p.rest), keep)) {
+		if !wait(ctx, rest) {
 			p.gate.resume()
 			return
 		}
@@ -173,11 +179,14 @@ func (p *Pacer) count(ctx context.Context) *GuestIO {
 	return &io
 }
 
+// isQuiet tells whether there was no guest I/O to speak of. Few requests that take long are those of a guest that waits
+// for its disk: large ones, or small ones of a slow disk.
 func isQuiet(now, before *GuestIO, took time.Duration) bool {
-	if now == nil || before == nil || now.Requests < before.Requests {
+	if now == nil || before == nil || now.Requests < before.Requests || now.Latency < before.Latency {
 		return true
 	}
-	return float64(now.Requests-before.Requests) <= fewRequests*took.Seconds()
+	return float64(now.Requests-before.Requests) <= fewRequests*took.Seconds() &&
+		(now.Latency-before.Latency).Seconds() <= quickPart*took.Seconds()
 }
 
 // restAfter returns the length of a rest after a period of work. The work slows guests down to the part speed, and they

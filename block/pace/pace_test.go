@@ -100,6 +100,7 @@ func TestGuestsKeepTheirSpeed(t *testing.T) {
 		{alone: 100 * time.Microsecond, beside: time.Millisecond},
 		{alone: 100 * time.Microsecond, beside: 200 * time.Microsecond},
 		{alone: 100 * time.Microsecond, beside: 200 * time.Microsecond, hidden: true},
+		{alone: 25 * time.Millisecond, beside: 75 * time.Millisecond}, // few large requests
 	} {
 		guest, work := paced(t, g, Options{Keep: keep(0.85)})
 		t.Logf("latency beside work %v: guests %.2f, work %.2f", g.beside, guest, work)
