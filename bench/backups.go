@@ -456,8 +456,8 @@ func changeOneDay(dev string, size, day int64) (int64, error) {
 	return int64(len(changed)) * 4096, err
 }
 
-// guestDuringBackup measures a guest's I/O without backups, while full backups follow each other, and while the snapshots
-// of as many backups follow each other: each backup takes one, and the guest pays for it.
+// guestDuringBackup measures a guest's I/O without backups, while full backups follow each other, and while the
+// snapshots of as many backups follow each other: each backup takes one, and the guest pays for it.
 func (b *bench) guestDuringBackup(ctx context.Context, dev string) error {
 	n := 0
 	backUp := func(context.Context) error {

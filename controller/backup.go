@@ -15,8 +15,8 @@ import (
 	"drover.io/drover/api/await"
 )
 
-// A snapshot of type bak is a Backup. Its handle, bak://VOLUME/BACKUP, also names a Backup that a user made, or that was
-// found in a store. The call that creates the snapshot returns after the cut, because an upload may take hours; the
+// A snapshot of type bak is a Backup. Its handle, bak://VOLUME/BACKUP, also names a Backup that a user made, or that
+// was found in a store. The call that creates the snapshot returns after the cut, because an upload may take hours; the
 // snapshot is ready to use when the store has the backup.
 
 // backupClass is the rest of a VolumeSnapshotClass of type bak.
@@ -167,8 +167,8 @@ func backupSnapshot(b *api.Backup) string {
 	return b.OwnSnapshotName()
 }
 
-// backupInCSI is a backup in the words of CSI. Until the backup is completed, its Snapshot has the size and the instant;
-// nil: they are not known yet.
+// backupInCSI is a backup in the words of CSI. Until the backup is completed, its Snapshot has the size and the
+// instant; nil: they are not known yet.
 func backupInCSI(b *api.Backup, snap *api.Snapshot) *csi.Snapshot {
 	when, size := b.Status.SnapshotCreatedAt, b.Status.VolumeSize
 	if when == "" && snap != nil && snap.Spec.Volume == b.Spec.Volume {

@@ -108,7 +108,8 @@ func NewData(o DataOptions) (*Data, error) {
 // Resume resumes the devices that the process before left; see attach.Attachments.
 func (d *Data) Resume(ctx context.Context) error { return d.attachments.Resume(ctx) }
 
-// GuestIO counts the requests that volumes attached to this node have answered, and replicas of this node to other nodes.
+// GuestIO counts the requests that volumes attached to this node have answered, and replicas of this node to other
+// nodes.
 func (d *Data) GuestIO() pace.GuestIO { return d.attachments.GuestIO().Add(d.remote.GuestIO()) }
 
 // Close stops serving, leaves the devices to the holder for the next process, and ends everything else. The manager

@@ -4,7 +4,6 @@ import (
 	"testing"
 
 	"drover.io/drover/backups/repo"
-	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/target/s3"
 	"drover.io/drover/backups/target/targettest"
 	"drover.io/drover/backups/target/web"
@@ -48,7 +47,7 @@ func TestResticRestoresOurBackupsFromAnS3Server(t *testing.T) {
 	w.compare(second.Snapshot, next)
 	for _, restic := range w.oracles() {
 		if got := w.resticRestore(restic, second.Snapshot); !got.equals(next) {
-			t.Errorf("%s restores %d other bytes of backup %.8s", restic, got.size, blob.ID(second.Snapshot))
+			t.Errorf("%s restores %d other bytes of backup %.8s", restic, got.size, second.Snapshot)
 		}
 	}
 }

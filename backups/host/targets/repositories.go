@@ -93,8 +93,8 @@ func (r *Repositories) Open(ctx context.Context, name string) (*Opened, error) {
 	return &Opened{Repository: e.repository, Target: t, release: sync.OnceFunc(func() { r.release(e) })}, nil
 }
 
-// OpenToWrite is Open for new snapshots and deletions. A target that a person has to correct, and a target to which Drover
-// writes nothing, are errors of kind Unavailable: the caller tries again later.
+// OpenToWrite is Open for new snapshots and deletions. A target that a person has to correct, and a target to which
+// Drover writes nothing, are errors of kind Unavailable: the caller tries again later.
 func (r *Repositories) OpenToWrite(ctx context.Context, name string) (*Opened, error) {
 	opened, err := r.Open(ctx, name)
 	switch {

@@ -36,8 +36,8 @@ func Password(secret map[string][]byte) (password string, own bool, err error) {
 	return password, password != api.PublishedPassword, nil
 }
 
-// OtherPasswords are the passwords that the password of Password replaces, and the second one that opens the repository,
-// too. The own password of a user replaces the published one.
+// OtherPasswords are the passwords that the password of Password replaces, and the second one that opens the
+// repository, too. The own password of a user replaces the published one.
 func OtherPasswords(secret map[string][]byte) (old []string, recovery string) {
 	for _, key := range []string{api.SecretOldBackupPassword, api.SecretOldResticPassword} {
 		if password := value(secret, key); password != "" {

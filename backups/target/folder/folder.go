@@ -1,10 +1,11 @@
 // Package folder is a store in a folder: a local one, or a mounted share of a file server. An object is a file of the
 // same name below the folder.
 //
-// A Put writes a temporary file in the folder .tmp, past the page cache where body and file system allow direct I/O (on a
-// share always), and renames the file. The order is: the content of the file durable, the folders above the name durable, the rename,
-// the new name durable. A folder that exists may still be lost with a loss of power, because another process made the
-// folder and has not synced its parent yet. Therefore the store syncs the parent of each folder once in its life.
+// A Put writes a temporary file in the folder .tmp, past the page cache where body and file system allow direct I/O (on
+// a share always), and renames the file. The order is: the content of the file durable, the folders above the name
+// durable, the rename, the new name durable. A folder that exists may still be lost with a loss of power, because
+// another process made the folder and has not synced its parent yet. Therefore the store syncs the parent of each
+// folder once in its life.
 //
 // The store never makes its root: behind an empty mount point lies the disk of the node. The package starts no
 // goroutines; the mutex of Store guards a map, and no I/O happens under the mutex. A call cannot end earlier than the

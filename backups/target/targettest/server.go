@@ -70,7 +70,7 @@ func FreePort(tb testing.TB) int {
 	if err != nil {
 		tb.Fatal(err)
 	}
-	defer l.Close()
+	defer func() { _ = l.Close() }()
 	return l.Addr().(*net.TCPAddr).Port
 }
 
@@ -101,7 +101,7 @@ func StartVersity(tb testing.TB) Versity {
 	address := "127.0.0.1:" + strconv.Itoa(port)
 	v.Endpoint = "http://" + address
 	// A file system without extended attributes, such as a tmpfs, needs the folder for metadata.
-	StartServer(tb, port, program, "--port", address, "--access", v.AccessKey, "--secret", v.SecretKey, "--region", v.Region,
-		"--quiet", "posix", "--sidecar", tb.TempDir(), files)
+	StartServer(tb, port, program, "--port", address, "--access", v.AccessKey, "--secret", v.SecretKey,
+		"--region", v.Region, "--quiet", "posix", "--sidecar", tb.TempDir(), files)
 	return v
 }

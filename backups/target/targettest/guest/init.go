@@ -29,7 +29,7 @@ func Main(m *testing.M) {
 	if err := runTest(); err != nil {
 		result = "failed: " + err.Error()
 	}
-	fmt.Println(verdict + result)
+	_, _ = fmt.Fprintln(os.Stdout, verdict+result)
 	unix.Sync()
 	_ = unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF)
 }
@@ -50,7 +50,8 @@ func runTest() error {
 			return fmt.Errorf("%s: %w", m.at, err)
 		}
 	}
-	if err := errors.Join(loadModules(), startInterface("lo", "127.0.0.1"), startInterface("eth0", "10.0.2.15")); err != nil {
+	err := errors.Join(loadModules(), startInterface("lo", "127.0.0.1"), startInterface("eth0", "10.0.2.15"))
+	if err != nil {
 		return err
 	}
 	environment, err := os.ReadFile(environmentFile)
@@ -92,7 +93,7 @@ func startInterface(name, address string) error {
 	if err != nil {
 		return err
 	}
-	defer unix.Close(socket)
+	defer func() { _ = unix.Close(socket) }()
 	a := netip.MustParseAddr(address).As4()
 	r, err := unix.NewIfreq(name)
 	if err != nil {
