@@ -97,7 +97,7 @@ func (b *bench) firstRead(ctx context.Context) error {
 	}))
 	defer server.Close()
 	disk := newFarDisk()
-	if err := fillFarStore(ctx, server.URL, disk); err != nil {
+	if err := fillFarStore(ctx, server.URL, filepath.Join(b.dir, "far-cache"), disk); err != nil {
 		return fmt.Errorf("fill the store: %w", err)
 	}
 	if err := b.createFarTarget(ctx, server.URL); err != nil {
@@ -114,8 +114,8 @@ func (b *bench) firstRead(ctx context.Context) error {
 	return err
 }
 
-// fillFarStore makes a repository with the backup.
-func fillFarStore(ctx context.Context, url string, disk *farDisk) error {
+// fillFarStore makes a repository with the backup. cache is the folder of its index.
+func fillFarStore(ctx context.Context, url, cache string, disk *farDisk) error {
 	store, err := s3.New(s3.Config{Endpoint: url, Region: "us-east-1", Bucket: "backups", AccessKey: "key",
 		SecretKey: "hush"})
 	if err != nil {
@@ -124,7 +124,7 @@ func fillFarStore(ctx context.Context, url string, disk *farDisk) error {
 	if err := repo.Init(ctx, store, "bench", repo.Options{}); err != nil {
 		return err
 	}
-	r, err := repo.Open(ctx, store, "bench", repo.Options{})
+	r, err := repo.Open(ctx, store, "bench", repo.Options{Cache: cache})
 	if err != nil {
 		return err
 	}

@@ -24,7 +24,7 @@ const keyFilesLimit = 32
 // Options of a repository on this machine.
 type Options struct {
 	// Cache is the folder for what can be read again from the stores, and for the records of sessions. An administrator
-	// may delete the folder while no repository is open; empty: sessions have no records.
+	// may delete the folder while no repository is open. Empty: sessions have no records, and nothing reads the index.
 	Cache    string
 	Hostname string // who locks and adds passwords; empty: the name of the machine
 	Username string // empty: drover
