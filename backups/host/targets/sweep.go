@@ -48,7 +48,7 @@ func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
 func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, o Options) sweepResult {
 	result := sweepResult{request: *t.Status.SweepRequested}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) error {
-		options := repo.SweepOptions{Poll: o.SweepPoll}
+		options := repo.SweepOptions{Poll: o.SweepPoll, Writer: smallWriter}
 		backups, err := backupsOf(ctx, r.live, t.Name)
 		if err != nil {
 			return err
