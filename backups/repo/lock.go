@@ -38,6 +38,8 @@ type lockFile struct {
 	Session string    `json:"droverSession,omitempty"` // the same in all locks of a session
 	Sweep   bool      `json:"droverSweep,omitempty"`
 	Since   time.Time `json:"droverSince,omitzero"` // begin of the session; Time is that of the last refresh
+	Owner   string    `json:"droverOwner,omitempty"`
+	Restore string    `json:"droverRestore,omitempty"` // the snapshot that the session restores
 }
 
 // closeLockTimeout bounds what a session that ends still deletes.
@@ -57,6 +59,7 @@ const (
 type Lock struct {
 	r         *Repository
 	mode      LockMode
+	restore   string // the snapshot that the session restores; empty: none
 	id        string
 	began     time.Time
 	session   context.Context
@@ -73,8 +76,15 @@ type Lock struct {
 // Lock locks the repository. While a session holds the repository in a mode that does not go along with mode, Lock
 // returns an error of kind Busy that names the holder; the caller tries again later. Lock deletes stale locks. The
 // caller closes the lock.
-func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
-	l, err := r.newLock(ctx, mode)
+func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) { return r.lock(ctx, mode, "") }
+
+// LockSnapshot is Lock in the mode Shared, for a session that restores a snapshot. RestoredByOthers tells other owners.
+func (r *Repository) LockSnapshot(ctx context.Context, id blob.ID) (*Lock, error) {
+	return r.lock(ctx, Shared, id.String())
+}
+
+func (r *Repository) lock(ctx context.Context, mode LockMode, restore string) (*Lock, error) {
+	l, err := r.newLock(ctx, mode, restore)
 	if err != nil {
 		return nil, err
 	}
@@ -91,9 +101,9 @@ func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
 }
 
 // newLock writes the first lock of a session.
-func (r *Repository) newLock(ctx context.Context, mode LockMode) (*Lock, error) {
+func (r *Repository) newLock(ctx context.Context, mode LockMode, restore string) (*Lock, error) {
 	now := time.Now()
-	l := &Lock{r: r, mode: mode, id: rand.Text(), began: now, refreshed: now}
+	l := &Lock{r: r, mode: mode, restore: restore, id: rand.Text(), began: now, refreshed: now}
 	var err error
 	if l.record, err = r.newRecord(l.id); err != nil {
 		return nil, api.Errorf(api.KindOf(err), "repository %.8s: the record of a session cannot be written: %w", r.ID(), err)
@@ -182,7 +192,8 @@ func (l *Lock) deleteLater(name string) {
 func (l *Lock) save(ctx context.Context) (blob.ID, error) {
 	r := l.r
 	content, err := json.Marshal(lockFile{time.Now(), l.mode == Exclusive, r.options.Hostname, r.options.Username,
-		os.Getpid(), uint32(os.Getuid()), uint32(os.Getgid()), l.id, l.mode == Sweeping, l.began.UTC()})
+		os.Getpid(), uint32(os.Getuid()), uint32(os.Getgid()), l.id, l.mode == Sweeping, l.began.UTC(), r.options.Owner,
+		l.restore})
 	if err != nil {
 		return blob.ID{}, err
 	}
@@ -277,6 +288,7 @@ func (f *lockFile) session() (name string, drover bool) {
 type runningSession struct {
 	drover bool   // not another program
 	holder string // for messages
+	lock   lockFile
 }
 
 // otherSessions returns the sessions but l that hold a lock, and deletes stale locks: a session that runs after all
@@ -327,7 +339,7 @@ func (l *Lock) addSession(ctx context.Context, sessions map[string]runningSessio
 		return api.Errorf(api.KindOf(err), "repository %.8s: lock %.8s: %w", l.r.ID(), f.id, err)
 	}
 	if name != l.id {
-		sessions[name] = runningSession{drover, lock.holder()}
+		sessions[name] = runningSession{drover, lock.holder(), lock}
 	}
 	return nil
 }

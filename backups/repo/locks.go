@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
 )
 
 // LockInfo describes a lock in the store.
@@ -50,9 +51,38 @@ func (r *Repository) ListLocks(ctx context.Context, limit int) (locks []LockInfo
 	return locks, len(files), nil
 }
 
+// RestoredByOthers returns the snapshots that sessions of other owners restore, and names a holder of each. A restore of
+// Drover continues after a restart of its machine, so an owner keeps the snapshots that others restore.
+func (r *Repository) RestoredByOthers(ctx context.Context) (holders map[blob.ID]string, err error) {
+	files, err := listFolder(ctx, r.store, locksFolder)
+	if err != nil || len(files) == 0 {
+		return nil, err
+	}
+	l, err := r.newLock(ctx, Shared, "") // its time is the store's
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if e := l.withdraw(ctx); e != nil && err == nil {
+			err = e
+		}
+	}()
+	sessions, err := l.otherSessions(ctx)
+	if err != nil {
+		return nil, err
+	}
+	holders = map[blob.ID]string{}
+	for _, s := range sessions {
+		if id, err := blob.Parse(s.lock.Restore); err == nil && s.lock.Owner != r.options.Owner {
+			holders[id] = s.holder
+		}
+	}
+	return holders, nil
+}
+
 // RemoveStaleLocks deletes the locks that are stale by the store's clock, and returns how many.
 func (r *Repository) RemoveStaleLocks(ctx context.Context) (removed int, err error) {
-	l, err := r.newLock(ctx, Shared) // its time is the store's
+	l, err := r.newLock(ctx, Shared, "") // its time is the store's
 	if err != nil {
 		return 0, err
 	}

@@ -79,6 +79,37 @@ func TestOnlyStaleLocksAreRemoved(t *testing.T) {
 	})
 }
 
+// TestRestoresOfOthersAreKnown: an owner learns which snapshots the sessions of others restore, also those of a process
+// that was killed, until the lock is stale; and leaves no lock.
+func TestRestoresOfOthersAreKnown(t *testing.T) {
+	inBubble(t, func(t *testing.T, store *memoryStore, r *Repository) {
+		other, mine := *r, *r
+		other.options.Owner, mine.options.Owner = "other", "mine"
+		restored, own := blob.Sum([]byte("restored")), blob.Sum([]byte("own"))
+		l, err := mine.LockSnapshot(t.Context(), own)
+		must(t, err)
+		plain, err := other.Lock(t.Context(), Shared)
+		must(t, err)
+		_, err = (&Lock{r: &other, mode: Shared, restore: restored.String()}).save(t.Context())
+		must(t, err)
+		locks := len(store.names(locksFolder))
+		got, err := mine.RestoredByOthers(t.Context())
+		must(t, err)
+		if len(got) != 1 || got[restored] == "" {
+			t.Errorf("others restore %v, want %.8s", got, restored)
+		}
+		if n := len(store.names(locksFolder)); n != locks {
+			t.Errorf("%d locks, want %d", n, locks)
+		}
+		<-time.After(lockStale + time.Minute)
+		if got, err := mine.RestoredByOthers(t.Context()); err != nil || len(got) != 0 {
+			t.Errorf("after 31 minutes others restore %v, %v", got, err)
+		}
+		must(t, plain.Close(t.Context()))
+		must(t, l.Close(t.Context()))
+	})
+}
+
 // TestKeyFileOutlivesTheFolder: restic opens a repository that lost all its key files with one that was read before, and
 // with its password alone.
 func TestKeyFileOutlivesTheFolder(t *testing.T) {

@@ -28,6 +28,7 @@ type Options struct {
 	Cache    string
 	Hostname string // who locks and adds passwords; empty: the name of the machine
 	Username string // empty: drover
+	Owner    string // whom the sessions work for; see RestoredByOthers
 	// Runs has a place for each request of ReadMany at once, of RunLength bytes, in all repositories with this channel.
 	// Nil: no bound but that of each ReadMany.
 	Runs chan struct{}

@@ -1,7 +1,7 @@
 // Package restore opens backups for restores on this node.
 //
 // Invariants: an open backup holds a shared lock of its repository, so no sweep deletes the blobs of the backup, also
-// if a user deletes the backup meanwhile. A backup in a store of Longhorn has no lock: package longhorn reads it. A
+// if a user deletes the backup meanwhile. The lock names the snapshot: other clusters keep the snapshot. A backup in a store of Longhorn has no lock: package longhorn reads it. A
 // Backup object names the snapshot, or the backup of Longhorn.
 //
 // Digests waits for its goroutines; the lock of the repository has one, which Close awaits.
@@ -124,7 +124,7 @@ func hasURL(s *api.CommonBackupStatus, url string) bool {
 // load locks the repository and reads the backup's description.
 func (o *backup) load(ctx context.Context, id blob.ID) (err error) {
 	r := o.opened.Repository
-	if o.lock, err = r.Lock(ctx, repo.Shared); err != nil {
+	if o.lock, err = r.LockSnapshot(ctx, id); err != nil {
 		return err
 	}
 	session := o.lock.Context()

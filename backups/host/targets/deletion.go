@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
 )
 
 // deletionBatch is how many snapshots a job deletes at most.
@@ -68,7 +69,7 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 		waiting = append(waiting, b)
 	}
 	var message string
-	if waiting, next, err = r.keepRestoring(ctx, waiting, now); err != nil {
+	if waiting, next, err = r.keepRestoring(ctx, rec, waiting, now); err != nil {
 		return next, err
 	}
 	switch {
@@ -84,18 +85,18 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 		next = rec.deleteAgain
 		message = fmt.Sprintf("backup target %s: %s", t.Name, rec.deleteMessage)
 	default:
-		var wish deletionResult
+		var ids []blob.ID
+		var objects []api.UID
 		for _, b := range waiting[:min(len(waiting), deletionBatch)] {
 			if id, has := snapshotOf(b); has {
-				wish.ids = append(wish.ids, id)
+				ids = append(ids, id)
 			} else { // a failed attempt may have left a snapshot that its status does not name
-				wish.objects = append(wish.objects, api.UID(b.GetUID()))
+				objects = append(objects, api.UID(b.GetUID()))
 			}
 		}
 		target := t.DeepCopy()
 		rec.deletion = startJob(ctx, r.jobs, t.Name, "deletion", func(ctx context.Context) deletionResult {
-			wish.err = r.repositories.deleteSnapshots(ctx, target, wish.ids, wish.objects)
-			return wish
+			return r.repositories.deleteSnapshots(ctx, target, ids, objects)
 		})
 		return next, nil
 	}

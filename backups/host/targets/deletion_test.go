@@ -82,6 +82,35 @@ func TestFinalizerOutlivesTheSnapshot(t *testing.T) {
 	}
 }
 
+// TestDeletionWaitsForAnotherCluster: the snapshot of a deleted Backup stays while a session of another cluster restores
+// it, and the Backup names the holder. No other deletion waits.
+func TestDeletionWaitsForAnotherCluster(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	wanted, free := s.save(100, factsOf("wanted").Tags()...), s.save(100, factsOf("free").Tags()...)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	restore, err := s.r.LockSnapshot(t.Context(), wanted)
+	must(t, err)
+	w.Delete(w.backups()["wanted"])
+	w.Delete(w.backups()["free"])
+	b := w.awaitBackup("wanted", "waiting", func(b *api.Backup) bool {
+		return b.Status.State == api.BackupDeleting &&
+			strings.Contains(b.Status.Message, "restores this backup in another cluster")
+	})
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("free")}, &api.BackupList{})
+	if !s.has(wanted) || s.has(free) {
+		t.Errorf("the snapshots are wrong: %s", b.Status.Message)
+	}
+	must(t, restore.Close(t.Context()))
+	w.clock.advance(time.Minute)
+	w.wake("default")
+	w.AwaitDeleted(b, &api.BackupList{})
+	if s.has(wanted) {
+		t.Error("the snapshot exists")
+	}
+}
+
 // TestReadOnlyTargetKeepsBackups: a read-only target lists backups and deletes and sweeps nothing.
 func TestReadOnlyTargetKeepsBackups(t *testing.T) {
 	w := newWorld(t, "node-1")

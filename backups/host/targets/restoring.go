@@ -8,14 +8,18 @@ import (
 	"drover.io/drover/api"
 )
 
-// restoringAgain is the pause before a deletion that waits for an image looks at the image again.
-const restoringAgain = 5 * time.Second
+const (
+	// restoringAgain is the pause before a deletion that waits for an image looks at the image again.
+	restoringAgain = 5 * time.Second
+	// keptTime is the pause before a deletion that waits for another cluster looks at the locks again.
+	keptTime = time.Minute
+)
 
-// keepRestoring returns the deleted backups that no image needs, and tells why the others wait. After a restart of its
-// node a restore opens the backup again, and volumes may stand on the image already: without the backup their reads
-// would wait for ever. next is when to look again; zero: no Backup waits.
-func (r *targetReconciler) keepRestoring(ctx context.Context, deleted []api.StoredBackup, now time.Time) (
-	free []api.StoredBackup, next time.Time, err error) {
+// keepRestoring returns the deleted backups that no image and no other cluster needs, and tells why the others wait.
+// After a restart of its node a restore opens the backup again, and volumes may stand on the image already: without the
+// backup their reads would wait for ever. next is when to look again; zero: no Backup waits.
+func (r *targetReconciler) keepRestoring(ctx context.Context, rec *targetRecord, deleted []api.StoredBackup,
+	now time.Time) (free []api.StoredBackup, next time.Time, err error) {
 	if len(deleted) == 0 {
 		return nil, next, nil
 	}
@@ -34,13 +38,22 @@ func (r *targetReconciler) keepRestoring(ctx context.Context, deleted []api.Stor
 	for _, b := range deleted {
 		url := b.Common().URL
 		o := unfinished[url]
-		if o == nil || url == "" {
+		id, _ := snapshotOf(b)
+		holder, kept := rec.kept[id]
+		var message string
+		switch {
+		case o != nil && url != "":
+			next = earlier(next, now.Add(restoringAgain))
+			message = fmt.Sprintf("backing image %s: is being restored from this backup; the deletion continues when the "+
+				"image is ready or deleted", o.Name)
+		case kept && now.Before(rec.keptUntil):
+			next = earlier(next, rec.keptUntil)
+			message = fmt.Sprintf("%s restores this backup in another cluster; the deletion continues when the restore has "+
+				"ended", holder)
+		default:
 			free = append(free, b)
 			continue
 		}
-		next = now.Add(restoringAgain)
-		message := fmt.Sprintf("backing image %s: is being restored from this backup; the deletion continues when the image "+
-			"is ready or deleted", o.Name)
 		if err := r.writeWaiting(ctx, b, message); err != nil {
 			return nil, next, err
 		}

@@ -75,22 +75,37 @@ func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, o Options
 type deletionResult struct {
 	ids     []blob.ID
 	objects []api.UID
+	kept    map[blob.ID]string // snapshots that another cluster restores, and who
 	err     error
 }
 
-// deleteSnapshots deletes snapshots from the repository: ids, and those whose tags name one of the Backup objects.
+// deleteSnapshots deletes snapshots from the repository: ids, and those whose tags name one of the Backup objects. It
+// keeps those of ids that another cluster restores: without them, reads of a volume there would wait for ever.
 func (r *Repositories) deleteSnapshots(ctx context.Context, t *api.BackupTarget, ids []blob.ID,
-	objects []api.UID) error {
-	return r.withRepository(ctx, t, func(opened *repo.Repository) error {
+	objects []api.UID) deletionResult {
+	result := deletionResult{objects: objects}
+	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) (err error) {
+		if len(ids) > 0 {
+			if result.kept, err = opened.RestoredByOthers(ctx); err != nil {
+				return err
+			}
+		}
+		for _, id := range ids {
+			if _, kept := result.kept[id]; !kept {
+				result.ids = append(result.ids, id)
+			}
+		}
 		left, err := SnapshotsOf(ctx, opened, objects...)
 		if err != nil {
 			return err
 		}
+		deleted := slices.Clone(result.ids)
 		for i := range left {
-			ids = append(ids, left[i].ID)
+			deleted = append(deleted, left[i].ID)
 		}
-		return opened.DeleteSnapshots(ctx, ids...)
+		return opened.DeleteSnapshots(ctx, deleted...)
 	})
+	return result
 }
 
 // SnapshotsOf finds the snapshots whose tags name one of the objects.

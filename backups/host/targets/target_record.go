@@ -28,6 +28,8 @@ type targetRecord struct {
 	deletion      *job[deletionResult]
 	deleteAgain   time.Time          // no deletion begins before
 	deleteMessage string             // why the last deletion failed
+	kept          map[blob.ID]string // snapshots that another cluster restores, and who, by the last deletion
+	keptUntil     time.Time          // the next deletion asks again
 	deleted       map[types.UID]bool // Backups whose trace in the store is deleted; true: without a finalizer, too
 	deletedCount  int32              // snapshots that were deleted since the last status
 	wantsSweep    bool               // a trace was deleted since the last status
@@ -202,6 +204,7 @@ func (rec *targetRecord) applyDeletion(backups []api.StoredBackup, retry time.Du
 		return
 	}
 	rec.deleteAgain, rec.deleteMessage = time.Time{}, ""
+	rec.kept, rec.keptUntil = d.kept, now.Add(keptTime)
 	for _, b := range backups {
 		if _, before := rec.deleted[b.GetUID()]; !before && b.GetDeletionTimestamp() != nil && d.has(b) {
 			rec.deleted[b.GetUID()] = false
