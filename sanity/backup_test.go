@@ -27,6 +27,7 @@ func TestBackupStories(t *testing.T) {
 		story{"a backup survives kill -9", killedBackup},
 		story{"a damaged backup is restored with zeros", damagedBackup},
 		story{"an image travels with its volume", imageTravels},
+		story{"a claim is made of a backup", claimOfBackup},
 		story{"labels and parameters of a volume travel with its backup", recordTravels},
 		story{"a standby volume follows backups and is activated", standbyFollows})
 }
@@ -75,31 +76,64 @@ func restic(t *testing.T, line string) string {
 	return cmd.Dir
 }
 
-// documentedRestore is the command of docs/backups.md that reads a backup, for a folder and a volume.
-func documentedRestore(t *testing.T, store, volume string) string {
+// documented is the only command of docs/backups.md that begins with restic and the words, for a folder and a name.
+func documented(t *testing.T, words, store, name string) string {
 	t.Helper()
 	page, err := os.ReadFile("../docs/backups.md")
 	must(t, err)
+	var found []string
 	for line := range strings.Lines(string(page)) {
-		if strings.HasPrefix(line, "restic -r /PATH restore latest") {
+		if strings.HasPrefix(line, "restic -r /PATH "+words) {
 			line = strings.ReplaceAll(line, "/PATH", store)
-			return strings.ReplaceAll(strings.ReplaceAll(line, "volumes/V/", "volumes/"+volume+"/"), "volumes/V ",
-				"volumes/"+volume+" ")
+			for _, place := range []string{"volumes/V", "images/I"} {
+				kind, _, _ := strings.Cut(place, "/")
+				for _, end := range []string{"/", " "} {
+					line = strings.ReplaceAll(line, place+end, kind+"/"+name+end)
+				}
+			}
+			found = append(found, line)
 		}
 	}
-	t.Fatal("docs/backups.md has no command that restores a backup")
-	return ""
+	if len(found) != 1 {
+		t.Fatalf("docs/backups.md has %d commands for %q", len(found), words)
+	}
+	return found[0]
 }
 
-// compareWithRestic reads the newest backup of a volume by the documented command.
-func compareWithRestic(t *testing.T, store, volume string, want []byte) {
+// compareWithRestic reads the newest backup of a volume or an image by the documented command. kind is volumes or
+// images.
+func compareWithRestic(t *testing.T, store, kind, name string, want []byte) {
 	t.Helper()
-	dir := restic(t, documentedRestore(t, store, volume))
+	dir := restic(t, documented(t, "restore latest --path /"+kind, store, name))
 	got, err := os.ReadFile(filepath.Join(dir, "disk.raw"))
 	must(t, err)
 	if !bytes.Equal(got, want) {
-		t.Errorf("restic reads other bytes than volume %s had: %d bytes, want %d", volume, len(got), len(want))
+		t.Errorf("restic reads other bytes than %s/%s had: %d bytes, want %d", kind, name, len(got), len(want))
 	}
+}
+
+// findNoPlainText looks for words in the names and bytes of all files of a store.
+func findNoPlainText(t *testing.T, store string, words ...[]byte) {
+	t.Helper()
+	must(t, filepath.WalkDir(store, func(path string, e fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		content := []byte(strings.TrimPrefix(path, store))
+		if e.Type().IsRegular() {
+			b, err := os.ReadFile(path)
+			if err != nil {
+				return err
+			}
+			content = append(content, b...)
+		}
+		for _, word := range words {
+			if bytes.Contains(content, word) {
+				t.Errorf("%s tells %.64q", path, word)
+			}
+		}
+		return nil
+	}))
 }
 
 // compareWithDevice reads an attached volume.
@@ -174,7 +208,7 @@ func resticReadsBackups(t *testing.T, w *world) {
 	if first.BackupMode != api.BackupFull || first.NewlyUploadDataSize < 32*mib || first.NewlyUploadDataSize > 40*mib {
 		t.Errorf("32 MiB are backed up as %+v", first)
 	}
-	compareWithRestic(t, store, "backed", d.want)
+	compareWithRestic(t, store, "volumes", "backed", d.want)
 
 	d.write(10*mib, 64<<10)
 	d.write(100*mib, 2*mib)
@@ -183,7 +217,7 @@ func resticReadsBackups(t *testing.T, w *world) {
 	if second.BackupMode != api.BackupIncremental || second.NewlyUploadDataSize > 6*mib {
 		t.Errorf("after a change of 2 MiB and 64 KiB, the backup is %+v", second)
 	}
-	compareWithRestic(t, store, "backed", d.want)
+	compareWithRestic(t, store, "volumes", "backed", d.want)
 
 	// Detached: the backup attaches nothing.
 	d.write(120*mib, 2*mib)
@@ -195,7 +229,7 @@ func resticReadsBackups(t *testing.T, w *world) {
 	if len(attachments.Items) > 0 {
 		t.Errorf("the backup of a detached volume attached it: %+v", attachments.Items)
 	}
-	compareWithRestic(t, store, "backed", d.want)
+	compareWithRestic(t, store, "volumes", "backed", d.want)
 
 	// Drover keeps the snapshot of the newest backup alone.
 	if !comes(func() bool {
@@ -239,8 +273,12 @@ func resticReadsBackups(t *testing.T, w *world) {
 	for _, s := range []string{"first", "second"} {
 		w.must("backup", "delete", s)
 	}
-	restic(t, "restic -r "+store+" check --read-data")
-	compareWithRestic(t, store, "backed", d.want)
+	restic(t, documented(t, "check", store, ""))
+	restic(t, documented(t, "snapshots", store, ""))
+	compareWithRestic(t, store, "volumes", "backed", d.want)
+	third := w.backup("third")
+	findNoPlainText(t, store, []byte("backed"), []byte(third.UID), []byte(third.Status.VolumeUID),
+		[]byte(third.Status.SnapshotName), d.want[:64])
 	must(t, a.remove())
 	w.awaitNoLayers(t)
 	readWhileRestoring(t, w, "third", d.want)
@@ -351,7 +389,7 @@ func killedBackup(t *testing.T, w *world) {
 		w.fatal("the backup does not end: %v: %s", err, w.must("backup", "show", "killed"))
 	}
 	t.Logf("completed %v after the start", time.Since(began).Round(time.Millisecond))
-	compareWithRestic(t, store, "large", d.want)
+	compareWithRestic(t, store, "volumes", "large", d.want)
 	restic(t, "restic -r "+store+" check --read-data --no-lock") // the lock of the killed process is stale in 30 minutes
 	w.must("backup", "delete", "killed")
 	do(t, a.remove)
@@ -511,15 +549,45 @@ func imageTravels(t *testing.T, w *world) {
 	must(t, err)
 	must(t, b.up())
 	compareWithDevice(t, b, append(body, make([]byte, 32*mib-int64(len(body)))...))
+	compareWithRestic(t, store, "images", "gold", body)
+
+	// An image that was exported from a changed volume of gold costs the store the change.
+	d := openDevice(t, b, 32*mib)
+	copy(d.want, body)
+	d.write(4*mib, 2*mib)
+	must(t, d.f.Close())
+	_, err = w.imageSnap(b.id, "of-again")
+	must(t, err)
+	before := folderSize(t, store)
+	w.must("image", "backup", "of-again", "--target", "images")
+	if n := folderSize(t, store) - before; n < 2*mib || n > 3*mib {
+		t.Errorf("the backup of an image with 2 MiB of its own takes %d bytes", n)
+	}
+	compareWithRestic(t, store, "images", "of-again", d.want)
 	do(t, b.down, b.remove)
+	w.must("image", "delete", "of-again")
 	w.must("image", "delete", "gold")
 
-	dir := restic(t, "restic -r "+store+" restore latest --path /images/gold --target x && "+
-		"cat x/images/gold/disk/*/*/data > disk.raw")
-	if got, err := os.ReadFile(filepath.Join(dir, "disk.raw")); err != nil || !bytes.Equal(got, body) {
-		t.Errorf("restic reads %d bytes of the image, %v", len(got), err)
+	// The restored volume brings the deleted image.
+	w.must("backup", "restore", "with-gold", "--name", "carried")
+	again = w.image("gold", "came with the volume", func(i *api.BackingImage) bool {
+		return i.Status.State == api.ImageReady
+	})
+	if again.Status.Checksum != stored.Status.Checksum {
+		t.Errorf("the image that came with the volume is %+v", again.Status)
 	}
+	w.must("volume", "attach", "carried")
+	var att api.Attachment
+	must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "carried"}, &att))
+	compareWithDevice(t, &pod{target: att.Status.Device}, append(body, make([]byte, 32*mib-int64(len(body)))...))
+	w.must("volume", "detach", "carried")
+	w.must("volume", "delete", "carried")
+	w.must("image", "delete", "gold")
 	w.must("backup", "delete", "with-gold")
-	w.must("backup", "delete", "--image", name)
+	var images api.BackupBackingImageList
+	must(t, w.objects.List(t.Context(), &images))
+	for i := range images.Items {
+		w.must("backup", "delete", "--image", images.Items[i].Name)
+	}
 	w.must("target", "delete", "images")
 }

@@ -86,7 +86,7 @@ func (w *world) from(source, name string, size int64, c *csi.VolumeCapability, p
 	if size > 0 {
 		req.CapacityRange = &csi.CapacityRange{RequiredBytes: size}
 	}
-	if strings.HasPrefix(source, "snap://") || strings.HasPrefix(source, "bi://") {
+	if strings.Contains(source, "://") {
 		req.VolumeContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
 			Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: source}}}
 	} else {
