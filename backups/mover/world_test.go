@@ -165,11 +165,13 @@ func (d *disk) fill(seed uint64, chunks ...int64) {
 	}
 }
 
-// hookedStore calls before in front of each operation; an error of before fails the operation.
+// hookedStore calls before in front of each operation; an error of before fails the operation. An error of after takes
+// the place of the answer to a Put or Delete that was done.
 type hookedStore struct {
 	target.Store
 	mu     sync.Mutex
 	before func(operation, name string) error
+	after  func() error
 	counts map[string]int // of operations, by folder
 }
 
@@ -184,11 +186,21 @@ func (s *hookedStore) begin(operation, name string) error {
 	return before(operation, name)
 }
 
+func (s *hookedStore) end(err error) error {
+	s.mu.Lock()
+	after := s.after
+	s.mu.Unlock()
+	if err != nil || after == nil {
+		return err
+	}
+	return after()
+}
+
 func (s *hookedStore) Put(ctx context.Context, name string, body []byte) error {
 	if err := s.begin("put", name); err != nil {
 		return err
 	}
-	return s.Store.Put(ctx, name, body)
+	return s.end(s.Store.Put(ctx, name, body))
 }
 
 func (s *hookedStore) Get(ctx context.Context, name string, off, n int64) ([]byte, error) {
@@ -216,7 +228,7 @@ func (s *hookedStore) Delete(ctx context.Context, names ...string) error {
 	if err := s.begin("delete", strings.Join(names, " ")); err != nil {
 		return err
 	}
-	return s.Store.Delete(ctx, names...)
+	return s.end(s.Store.Delete(ctx, names...))
 }
 
 const password = "correct horse"
