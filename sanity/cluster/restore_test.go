@@ -28,14 +28,23 @@ import (
 // bucket is an S3 server outside of a cluster.
 type bucket struct {
 	http.Handler
-	sent atomic.Int64 // bytes of packs
-	away atomic.Bool  // every request fails
+	sent     atomic.Int64 // bytes of packs
+	received atomic.Int64 // bytes of packs
+	indexes  atomic.Int64 // files received
+	away     atomic.Bool  // every request fails
 }
 
 func (b *bucket) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if b.away.Load() {
 		http.Error(w, "away", http.StatusServiceUnavailable)
 		return
+	}
+	if r.Method == http.MethodPut {
+		if strings.Contains(r.URL.Path, "/data/") {
+			b.received.Add(r.ContentLength)
+		} else if strings.Contains(r.URL.Path, "/index/") {
+			b.indexes.Add(1)
+		}
 	}
 	if r.Method == http.MethodGet && strings.Contains(r.URL.Path, "/data/") {
 		w = &countingWriter{w, &b.sent}
