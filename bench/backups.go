@@ -49,7 +49,7 @@ func (b *bench) backups(ctx context.Context) (err error) {
 		{"incremental", func() error { return b.incremental(ctx, dev, size, folder) }},
 		{"restore", func() error { return b.restores(ctx, size, rounds) }},
 		{"shared", func() error { return b.secondOfImage(ctx, size, folder) }},
-		{"day", func() error { return b.day(ctx, dev, size) }},
+		{"day", func() error { return b.day(ctx) }},
 		{"guest", func() error { return b.guestDuringBackup(ctx, dev) }},
 		{"sweep", func() error { return b.sweep(ctx, folder) }},
 	} {
@@ -404,56 +404,6 @@ func (b *bench) secondOfImage(ctx context.Context, size int64, folder string) er
 		}
 	}
 	return b.in.deleteImage(ctx, image)
-}
-
-// day measures backups of a volume that changes as a file system does in a day: random pages of a database in the first
-// half, small files, and a log. The first of these backups splits the chunks that change.
-func (b *bench) day(ctx context.Context, dev string, size int64) error {
-	for day := range int64(3) {
-		changed, err := changeOneDay(dev, size, day)
-		if err != nil {
-			return err
-		}
-		made, err := b.in.backUp(ctx, fmt.Sprintf("day-%d", day), backupVolume, "")
-		if err != nil {
-			return err
-		}
-		b.addFigure("backup-day-bytes", fmt.Sprintf("day %d", day+1), float64(made.Status.NewlyUploadDataSize)/1e6, "MB",
-			"changed", float64(changed)/1e6, "random 8 KiB pages, small files, a log; blocks of 4 KiB changed")
-	}
-	return nil
-}
-
-// changeOneDay returns the bytes of changed blocks. In a volume of 1 GiB: 1,000 pages, 300 files of 16 KiB, a log of 40
-// MiB.
-func changeOneDay(dev string, size, day int64) (int64, error) {
-	f, err := os.OpenFile(dev, os.O_WRONLY, 0)
-	if err != nil {
-		return 0, err
-	}
-	defer f.Close()
-	changed := map[int64]bool{} // by number of the block
-	write := func(off, n int64) error {
-		buf := make([]byte, n)
-		fillRandom(buf)
-		for at := off; at < off+n; at += 4096 {
-			changed[at/4096] = true
-		}
-		_, err := f.WriteAt(buf, off)
-		return err
-	}
-	each := func(count, n, from, to int64) error {
-		for range count {
-			if err := write(from+rand.Int64N((to-from)/n)*n, n); err != nil {
-				return err
-			}
-		}
-		return nil
-	}
-	log := 40 * size / 1024 &^ 4095
-	err = errors.Join(each(1000*size>>30, 8<<10, 0, size/2), each(300*size>>30, 16<<10, size/2, size*3/4),
-		write(size*3/4+day*log, log), f.Sync())
-	return int64(len(changed)) * 4096, err
 }
 
 // guestDuringBackup measures a guest's I/O without backups, while full backups follow each other, and while the

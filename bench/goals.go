@@ -61,6 +61,9 @@ var goals = []goal{
 	{name: "backup-restore", subject: "drover", to: "cp, sync", least: 0.8},
 	{name: "backup-shared-bytes", subject: "second *", most: 0.02},
 	{name: "backup-incremental-bytes", subject: "1 % changed", most: 1.1},
+	{name: "backup-day-bytes", subject: "day 2", of: value, most: 190},
+	{name: "backup-day-bytes", subject: "day 3", of: value, most: 190},
+	{name: "backup-guest-*", subject: "during full backups", least: 0.8},
 	{name: "backup-rss", subject: "*", of: value, most: memoryBudget + 64},
 	{name: "rebuild-delta-bytes", subject: "3-replicas", most: 1.2},
 }

@@ -1,0 +1,37 @@
+package mover
+
+import (
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"testing"
+)
+
+// TestIncrementalBackupTakesFewRequests: the first backup of another process, with an empty cache, of a volume of 4 GiB
+// that changed at six places, takes 30 requests beside those of its packs at most.
+func TestIncrementalBackupTakesFewRequests(t *testing.T) {
+	w := newWorld(t)
+	v := newDisk(2000 * chunkSize)
+	for c := range int64(40) {
+		v.fill(uint64(c), c*50)
+	}
+	first := w.backup(v, options("v"))
+	packs := len(w.packs())
+	next := v.copy(v.size)
+	for c := range int64(6) {
+		next.fill(100+uint64(c), 25+c*300)
+	}
+	p := w.process()
+	clear(p.store.counts)
+	o := options("v")
+	o.Base, o.Changed = &first.Snapshot, changed(rand.New(rand.NewPCG(1, 1)), v, next)
+	p.backup(next, o)
+	requests, stored := 0, len(w.packs())-packs
+	for _, n := range p.store.counts {
+		requests += n
+	}
+	if requests > stored+30 || stored == 0 {
+		t.Errorf("%d requests for %d packs: %v", requests, stored, slices.Sorted(maps.Keys(p.store.counts)))
+	}
+	t.Logf("%d requests for %d packs: %v", requests, stored, p.store.counts)
+}
