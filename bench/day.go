@@ -83,7 +83,7 @@ func fillDay(dir string) error {
 	return err
 }
 
-// rewriteSmall writes a small file anew, as most programs do: by a rename.
+// rewriteSmall replaces a small file as most programs do: by a rename.
 func rewriteSmall(dir string, i int) error {
 	name := filepath.Join(dir, fmt.Sprintf("file-%d", i))
 	if err := randomFile(name+".new", 4<<10+rand.Int64N(60<<10), false); err != nil {

@@ -76,7 +76,9 @@ type Lock struct {
 // Lock locks the repository. While a session holds the repository in a mode that does not go along with mode, Lock
 // returns an error of kind Busy that names the holder; the caller tries again later. Lock deletes stale locks. The
 // caller closes the lock.
-func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) { return r.lock(ctx, mode, "") }
+func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
+	return r.lock(ctx, mode, "")
+}
 
 // LockSnapshot is Lock in the mode Shared, for a session that restores a snapshot. RestoredByOthers tells other owners.
 func (r *Repository) LockSnapshot(ctx context.Context, id blob.ID) (*Lock, error) {
