@@ -2,6 +2,7 @@ package stack
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -137,6 +138,9 @@ func TestUselessCheckpointIsCollected(t *testing.T) {
 				return err
 			}
 			rec.At = time.Now().Add(-layer.CheckpointAge - time.Hour)
+			if err := os.Chtimes(dir+"/"+layer.DataFile, rec.At, rec.At); err != nil {
+				return err
+			}
 			return format.WriteMeta(d.FS, dir+"/"+layer.CheckpointFile, layer.FormatCheckpoint, rec)
 		},
 	} {
@@ -179,6 +183,31 @@ func TestUselessCheckpointIsCollected(t *testing.T) {
 		}
 		if err := w.Abort(); err != nil {
 			t.Error(err)
+		}
+	}
+}
+
+// TestProgressKeepsCheckpoint: a layer whose data is younger than its old checkpoint is continued.
+func TestProgressKeepsCheckpoint(t *testing.T) {
+	d := newDisk(t)
+	uid := string(api.NewUID())
+	w, err := d.Create(t.Context(), uid, 4*chunkSize)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := w.(block.CheckpointWriter)
+	if err := errors.Join(k.Checkpoint(2*chunkSize, []byte("{}")), k.Leave()); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	last := began.Add(2 * layer.CheckpointAge)
+	if err := os.Chtimes(d.Join(layer.Dir, uid, layer.DataFile), last, last); err != nil {
+		t.Fatal(err)
+	}
+	for _, late := range []time.Duration{-time.Hour, time.Hour} {
+		is, err := d.Resumable(uid, last.Add(layer.CheckpointAge+late))
+		if err != nil || is != (late < 0) {
+			t.Errorf("the last data is older than allowed by %v, and is continued: %v, %v", late, is, err)
 		}
 	}
 }

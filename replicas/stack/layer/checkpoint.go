@@ -27,7 +27,7 @@ const (
 	FormatCheckpoint  = "drover-kept-layer"
 	CheckpointFile    = "kept.json"
 	CheckpointMapFile = "kept.map"
-	CheckpointAge     = 7 * 24 * time.Hour // older checkpoints are garbage
+	CheckpointAge     = 7 * 24 * time.Hour // without progress; older checkpoints are garbage
 
 	besidePrefix = "beside-"
 )
@@ -129,14 +129,27 @@ func (w *Writer) removeCheckpoint() {
 	}
 }
 
-// Resumable reports whether a half-made layer has a recent checkpoint. A damaged checkpoint counts as none.
+// Resumable reports whether a half-made layer has a checkpoint, and a recent one, or recent data: a restore writes its
+// checkpoint once, before the data. A damaged checkpoint counts as none.
 func (d *Store) Resumable(uid string, now time.Time) (bool, error) {
 	var rec CheckpointRecord
 	err := format.ReadMeta(d.FS, d.Join(Dir, uid, CheckpointFile), FormatCheckpoint, &rec)
 	if errors.Is(err, fs.ErrNotExist) || api.Is(err, api.Corrupt) {
 		return false, nil
 	}
-	return err == nil && now.Sub(rec.At) < CheckpointAge, err
+	if err != nil || now.Sub(rec.At) < CheckpointAge {
+		return err == nil, err
+	}
+	h, err := d.FS.Open(d.Join(Dir, uid, DataFile), os.O_RDONLY, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	defer h.Close()
+	st, err := h.Stat()
+	return err == nil && now.Sub(st.ModTime()) < CheckpointAge, err
 }
 
 // Resume continues a layer from its checkpoint.
