@@ -12,6 +12,9 @@ import (
 	"drover.io/drover/block"
 )
 
+// damagedLimit bounds the damaged chunks that a restore lists: 2 TiB.
+const damagedLimit = 1 << 20
+
 // RestoreOptions describe a restore.
 type RestoreOptions struct {
 	// AllowDamaged leaves chunks that the repository lost or damaged as holes. Without AllowDamaged, the first one ends
@@ -31,7 +34,7 @@ func Restore(ctx context.Context, blobs *repo.Blobs, m *manifest.Manifest, sink 
 		o.Progress = &Progress{}
 	}
 	o.Progress.reset()
-	d := &download{blobs: blobs, m: m, sink: sink, o: o, damaged: map[int64]struct{}{}}
+	d := &download{blobs: blobs, m: m, sink: sink, o: o, damaged: map[int64]struct{}{}, limit: damagedLimit}
 	o.Progress.total.Store(m.Size)
 	o.Progress.complete.Store(true)
 	segments := manifest.Segments(m.Size)
@@ -55,6 +58,7 @@ type download struct {
 
 	mu      sync.Mutex
 	damaged map[int64]struct{}
+	limit   int // of damaged; smaller in tests
 }
 
 // restoreGroup restores segments of a group, in the order of the repository's packs.
@@ -141,6 +145,9 @@ func (d *download) damage(first, count int64, err error) error {
 	defer d.mu.Unlock()
 	for c := first; c < min(first+count, manifest.Chunks(d.m.Size)); c++ {
 		d.damaged[c] = struct{}{}
+	}
+	if len(d.damaged) > d.limit {
+		return api.Errorf(api.Corrupt, "more than %d chunks are damaged: %w", d.limit, err)
 	}
 	return nil
 }

@@ -115,3 +115,14 @@ func TestRestoreSkipsLateChunks(t *testing.T) {
 		t.Error("the restore wrote other chunks than the missing ones")
 	}
 }
+
+// TestDamageIsBounded: a restore lists a bounded number of damaged chunks, and fails with more.
+func TestDamageIsBounded(t *testing.T) {
+	d := &download{m: &manifest.Manifest{Description: manifest.Description{Size: 128 * chunkSize}},
+		o: RestoreOptions{AllowDamaged: true}, damaged: map[int64]struct{}{}, limit: 64}
+	lost := api.Errorf(api.NotFound, "lost")
+	must(t, d.damage(0, 64, lost))
+	if err := d.damage(64, 64, lost); !api.Is(err, api.Corrupt) {
+		t.Errorf("the damage of a second segment: %v", err)
+	}
+}
