@@ -354,11 +354,13 @@ func TestOnDemandImageFetchesWhatIsRead(t *testing.T) {
 }
 
 // TestDamagedBackup: the image fails with the list of damaged chunks, after all others were restored; the layer is
-// still served to volumes. With allow-damaged zeros take their place, and a notice lists them.
+// still served to volumes, after a restart of the node, too, and the image is ready once the store has the chunks. With
+// allow-damaged zeros take their place, and a notice lists them.
 func TestDamagedBackup(t *testing.T) {
 	w := newWorld(t, 1)
 	w.stop()
-	w.openChunked(func(c int64) bool { return c == 0 })
+	var healed atomic.Bool
+	w.openChunked(func(c int64) bool { return c == 0 && !healed.Load() })
 	w.start()
 	body := stateBody(7)
 	w.store.put(t, backupURL, body, "")
@@ -375,14 +377,73 @@ func TestDamagedBackup(t *testing.T) {
 	params = map[string]string{api.RestoreBackupURL: backupURL, api.RestoreAllowDamaged: "true"}
 	w.image("holes", api.SourceRestore, params, onDisk0)
 	img = w.await("holes", "is ready or readable", (*api.BackingImage).CanRead)
-	clear(body[:block.ChunkSize])
-	w.holds(0, w.state("holes", api.ImageReady), body)
+	holed := bytes.Clone(body)
+	clear(holed[:block.ChunkSize])
+	w.holds(0, w.state("holes", api.ImageReady), holed)
 	if c := w.copies("holes"); len(c) != 1 || !strings.Contains(c[0].Status.Notice, "0 (offset 0)") {
 		t.Errorf("no notice tells of the zeros: %+v", c)
 	}
 	if img.Status.State != api.ImageReady {
 		t.Errorf("with damage the image was readable in state %s", img.Status.State)
 	}
+	w.stop()
+	w.start()
+	healed.Store(true)
+	w.holds(0, w.state("golden", api.ImageReady), body)
+}
+
+// TestHealWakesRestore: a restore asks for a damaged chunk when a node has healed the target, and before with pauses.
+func TestHealWakesRestore(t *testing.T) {
+	w := newWorld(t, 1)
+	w.stop()
+	var healed atomic.Bool
+	w.openChunked(func(c int64) bool { return c == 0 && !healed.Load() })
+	w.opts.RetryMin, w.opts.RetryMax = time.Hour, time.Hour
+	w.start()
+	target := &api.BackupTarget{ObjectMeta: metav1.ObjectMeta{Name: "default"},
+		Spec: api.BackupTargetSpec{BackupTargetURL: "file:///store"}}
+	w.create(target)
+	body := stateBody(7)
+	w.store.put(t, backupURL, body, "")
+	w.image("golden", api.SourceRestore, map[string]string{api.RestoreBackupURL: backupURL}, onDisk0)
+	w.state("golden", api.ImageFailed)
+	healed.Store(true)
+	target.Status.Verification = &api.VerificationFact{HealedBlobs: 1}
+	w.putStatus(target)
+	w.holds(0, w.state("golden", api.ImageReady), body)
+	w.delete(&api.BackupTarget{}, "default")
+}
+
+// TestRestoreAwaitsItsStore: the store is away when a restore begins, and after a restart of the node. The image says
+// so, and the restore begins when the store is back, as the same try.
+func TestRestoreAwaitsItsStore(t *testing.T) {
+	w := newWorld(t, 1)
+	w.stop()
+	var away atomic.Bool
+	away.Store(true)
+	w.openChunked(func(int64) bool { return false })
+	open := w.opts.OpenBackup
+	w.opts.OpenBackup = func(ctx context.Context, url string) (block.Backup, error) {
+		if away.Load() {
+			return nil, api.Errorf(api.Unavailable, "the store is away")
+		}
+		return open(ctx, url)
+	}
+	w.start()
+	body := stateBody(7)
+	w.store.put(t, backupURL, body, "")
+	w.image("golden", api.SourceRestore, map[string]string{api.RestoreBackupURL: backupURL}, onDisk0)
+	for range 2 {
+		img := w.state("golden", api.ImageFailed)
+		c := w.copies("golden")
+		if img.Status.Message != "the store is away; Drover tries again" || len(c) != 1 || c[0].Status.Attempts > 0 {
+			t.Errorf("the image says %q, of %+v", img.Status.Message, c)
+		}
+		w.stop()
+		w.start()
+	}
+	away.Store(false)
+	w.holds(0, w.state("golden", api.ImageReady), body)
 }
 
 // serveLayers gives the node a socket and an identity for its layers.

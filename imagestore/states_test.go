@@ -34,8 +34,9 @@ var mayFollow = map[api.ImageState][]api.ImageState{
 	api.ImageInProgress: {api.ImagePending, api.ImageTransfer, api.ImageReady, api.ImageFailed, api.ImageUnknown},
 	api.ImageTransfer:   {api.ImagePending, api.ImageReady, api.ImageFailed, api.ImageUnknown},
 	api.ImageReady:      {api.ImagePending, api.ImageFailed, api.ImageUnknown},
-	api.ImageFailed:     {api.ImagePending, api.ImageUnknown, api.ImageReady},
-	api.ImageUnknown:    {api.ImagePending, api.ImageReady, api.ImageFailed},
+	api.ImageFailed: {api.ImagePending, api.ImageUnknown, api.ImageReady,
+		api.ImageStarting, api.ImageInProgress, api.ImageTransfer}, // a restore waited for its store
+	api.ImageUnknown: {api.ImagePending, api.ImageReady, api.ImageFailed},
 }
 
 // steps watches the copies and records the states of each copy.
@@ -450,7 +451,11 @@ func TestStates(t *testing.T) {
 			body := next()
 			mend := way.fail(s, body)
 			st := w.state("golden", api.ImageFailed).Status
-			if st.Message == "" || mend != nil && !strings.Contains(st.Message, "next try at") {
+			again := "next try at"
+			if way.kind == api.SourceRestore {
+				again = "tries again"
+			}
+			if st.Message == "" || mend != nil && !strings.Contains(st.Message, again) {
 				t.Errorf("failed is told as %+v", st)
 			}
 			gone()

@@ -396,8 +396,9 @@ func killedBackup(t *testing.T, w *world) {
 	w.must("target", "delete", "offsite")
 }
 
-// damagedBackup: the store damaged a chunk. A volume of the backup says which chunk, and what to do; with
-// --allow-damaged it has zeros there, the other bytes of the backup, and the list.
+// damagedBackup: the store damaged a chunk. A volume of the backup says which chunk, and what to do, and is restored
+// once the store has the chunk again; with --allow-damaged it has zeros there, the other bytes of the backup, and the
+// list.
 func damagedBackup(t *testing.T, w *world) {
 	store := w.makeTarget(t, "rotten")
 	a, err := w.create("sound", 32*mib, blockCap())
@@ -414,10 +415,13 @@ func damagedBackup(t *testing.T, w *world) {
 	v := api.Volume{Spec: api.VolumeSpec{Size: 32 * mib, FromBackup: w.backup("rotten").Status.URL}}
 	v.Name = "fails"
 	must(t, w.objects.Create(t.Context(), &v))
-	if !comes(func() bool {
-		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "fails"}, &v))
-		return v.Status.RestoreStatus != nil && v.Status.RestoreStatus.State == api.CloneFailed
-	}) {
+	reaches := func(name string, state api.CloneState) bool {
+		return comes(func() bool {
+			must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: name}, &v))
+			return v.Status.RestoreStatus != nil && v.Status.RestoreStatus.State == state
+		})
+	}
+	if !reaches("fails", api.CloneFailed) {
 		w.fatal("the restore of a damaged backup does not fail: %+v", v.Status.RestoreStatus)
 	}
 	text := w.must("volume", "show", "fails")
@@ -425,13 +429,16 @@ func damagedBackup(t *testing.T, w *world) {
 		!strings.Contains(text, "--allow-damaged") {
 		t.Errorf("the volume names no chunk, or no remedy: %s", text)
 	}
+	damageLargestFile(t, filepath.Join(store, "data")) // the same bit
+	if !reaches("fails", api.CloneCompleted) {
+		w.fatal("the restore of a healed backup does not end: %+v", v.Status.RestoreStatus)
+	}
 	w.must("volume", "delete", "fails")
+	w.awaitNoLayers(t)
+	damageLargestFile(t, filepath.Join(store, "data"))
 
 	w.must("backup", "restore", "rotten", "--name", "holed", "--allow-damaged")
-	if !comes(func() bool {
-		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "holed"}, &v))
-		return v.Status.RestoreStatus.State == api.CloneCompleted
-	}) {
+	if !reaches("holed", api.CloneCompleted) {
 		t.Errorf("the restore does not end: %+v", v.Status.RestoreStatus)
 	}
 	w.must("volume", "attach", "holed")

@@ -64,7 +64,7 @@ func (n *copyReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.
 	}
 	record := n.recordOf(c)
 	t := n.transfers.get(c.Name)
-	if t != nil && (t.object != c.UID || !c.DeletionTimestamp.IsZero()) {
+	if t != nil && (t.object != c.UID || t.from != c.Spec.From || !c.DeletionTimestamp.IsZero()) {
 		if t.cancel(); t.isRunning() {
 			return ctrl.Result{}, nil // the end of the transfer wakes the reconciler
 		}

@@ -27,6 +27,11 @@ func showProgress(t *transfer, st *api.ImageCopyStatus) {
 	if r := now.readable; r.digest != "" {
 		st.Readable, st.Digest, st.VirtualSize = true, r.digest, r.size
 	}
+	st.NextTry = metav1.Time{}
+	if now.waiting { // the transfer continues by itself; the next process tries at once
+		st.State, st.Attempts, st.TriedFrom = api.ImageFailed, 0, t.from
+		st.NextTry = metav1.NewTime(t.begun.Truncate(time.Second))
+	}
 }
 
 // setReady is the status of a complete copy.

@@ -6,7 +6,10 @@ import (
 	"errors"
 	"io"
 
+	"k8s.io/client-go/util/workqueue"
+	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -32,19 +35,17 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 	serve := !repair && !allow && spec.Checksum == ""
 	if !serve {
 		defer n.restoring.Remove(on.UID(), string(into.Layers[0]))
-		if err := slot(ctx); err != nil {
-			return got, err
-		}
 	}
 	t.setState(api.ImageStarting, "")
 	l := n.restoringLayer(image, on, into.Layers[0])
-	root, size, readable, err := l.Open(ctx)
+	t.setRestoring(readableLayer{}, l.Problem)
+	root, size, readable, err := l.Open(ctx) // which needs no slot
 	if err != nil {
 		return got, err
 	}
 	if checksum, file, err := l.File(ctx); err != nil || file {
 		n.restoring.Remove(on.UID(), string(into.Layers[0])) // volumes read no file
-		if err == nil && serve {
+		if err == nil {
 			err = slot(ctx)
 		}
 		if err != nil {
@@ -68,12 +69,13 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 			<-ctx.Done() // readers alone decide which chunks are fetched
 			return got, context.Cause(ctx)
 		}
-		if err := slot(ctx); err != nil { // readers need no slot
-			return got, err
-		}
+	}
+	if err := slot(ctx); err != nil { // readers need no slot
+		return got, err
 	}
 	t.setState(api.ImageInProgress, "")
 	fill := l.Fill(allow)
+	fill.Pause = t.pause
 	defer func() {
 		if err == nil && len(fill.Damaged) > 0 {
 			t.progress.SetNotice("zeros take the place of " + api.CountText(len(fill.Damaged), "damaged chunk") +
@@ -159,6 +161,23 @@ func (n *copyReconciler) endRestoring(c *api.ImageCopy) {
 	for _, uid := range c.Spec.Layers {
 		n.restoring.Remove(string(c.Spec.Disk), string(uid))
 	}
+}
+
+// askHealed makes restores ask for damaged chunks again when a node has healed backups. It wakes no reconciler.
+func (n *copyReconciler) askHealed(_ context.Context, e event.UpdateEvent,
+	_ workqueue.TypedRateLimitingInterface[ctrl.Request]) {
+	was, is := e.ObjectOld.(*api.BackupTarget), e.ObjectNew.(*api.BackupTarget)
+	if isHealed(was.Status.Verification, is.Status.Verification) {
+		n.restoring.Healed()
+	}
+}
+
+// isHealed reports whether blobs of a repository were stored again, or are not damaged any more.
+func isHealed(was, is *api.VerificationFact) bool {
+	if was == nil {
+		was = &api.VerificationFact{}
+	}
+	return is != nil && (is.HealedBlobs > was.HealedBlobs || is.DamagedBlobs < was.DamagedBlobs)
 }
 
 // localDisks lists the open disks of the node.

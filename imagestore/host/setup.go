@@ -53,6 +53,7 @@ func Setup(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers,
 	return ctrl.NewControllerManagedBy(mgr).Named("image-copies").For(&api.ImageCopy{}, builder.WithPredicates(mine)).
 		WatchesRawSource(ctrlsource.Channel(n.transfers.wake, &handler.EnqueueRequestForObject{})).
 		Watches(&api.Node{}, handler.Funcs{UpdateFunc: n.wakeCopiesOfDisks}).
+		Watches(&api.BackupTarget{}, handler.Funcs{UpdateFunc: n.askHealed}).
 		WithOptions(controller.Options{MaxConcurrentReconciles: 4, NeedLeaderElection: &everyNode, NewQueue: backlog.New}).
 		Complete(n)
 }

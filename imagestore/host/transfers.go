@@ -14,7 +14,8 @@ import (
 	"drover.io/drover/imagestore/importer"
 )
 
-// slotFunc waits for one of the slots that bound the transfers of a node. The transfer holds the slot until its end.
+// slotFunc waits for one of the slots that bound the transfers of a node. The transfer holds the slot until its end,
+// except in its pauses.
 type slotFunc func(context.Context) error
 
 // transferFunc is the work of a transfer. It touches disks and origins, never the API.
@@ -62,6 +63,7 @@ func (m *transferSet) NeedLeaderElection() bool { return false }
 // transfer is one job for an ImageCopy: an import, a copy, a verification or the making of digests.
 type transfer struct {
 	object types.UID // of the ImageCopy
+	from   api.UID   // Spec.From of the ImageCopy
 	source string    // for metrics
 	token  string    // of the verification that the user asked for before the start
 	cancel context.CancelFunc
@@ -70,12 +72,40 @@ type transfer struct {
 	got    importer.Result
 	err    error
 
+	slots chan struct{} // of the transferSet
+	holds bool          // a slot; the goroutine of the work has it
+
 	progress importer.Progress
 	mu       sync.Mutex
-	state    api.ImageState // before the first byte: pending or starting; then in-progress
-	url      string         // for the sender of an upload
-	readable readableLayer  // of a restore, once its layer can be read
-	problem  func() string  // why reads of the layer wait; nil: no restore
+	state    api.ImageState                     // before the first byte: pending or starting; then in-progress
+	url      string                             // for the sender of an upload
+	readable readableLayer                      // of a restore, once its layer can be read
+	problem  func() (text string, waiting bool) // of a restore's layer; nil: no restore
+}
+
+// takeSlot is a slotFunc.
+func (t *transfer) takeSlot(ctx context.Context) error {
+	select {
+	case t.slots <- struct{}{}:
+		t.holds = true
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (t *transfer) releaseSlot() {
+	if t.holds {
+		<-t.slots
+	}
+	t.holds = false
+}
+
+// pause calls wait, and leaves the slot to other transfers meanwhile.
+func (t *transfer) pause(ctx context.Context, wait func(context.Context)) error {
+	t.releaseSlot()
+	wait(ctx)
+	return t.takeSlot(ctx)
 }
 
 // readableLayer are the facts of a layer that can be read before its restore has finished.
@@ -108,10 +138,11 @@ type transferState struct {
 	url         string
 	readable    readableLayer
 	problem     string
+	waiting     bool // the transfer waits for a store, and nobody knows for how long
 }
 
-// setRestoring notes a restore whose layer can be read.
-func (t *transfer) setRestoring(r readableLayer, problem func() string) {
+// setRestoring notes a restore, and its layer once the layer can be read.
+func (t *transfer) setRestoring(r readableLayer, problem func() (string, bool)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.readable, t.problem = r, problem
@@ -122,7 +153,9 @@ func (t *transfer) currentState() transferState {
 	defer t.mu.Unlock()
 	s := transferState{state: t.state, url: t.url, readable: t.readable}
 	if t.problem != nil {
-		s.problem = t.problem()
+		if s.problem, s.waiting = t.problem(); !s.waiting && s.readable.digest == "" {
+			s.problem = "" // it has no readers
+		}
 	}
 	if s.state == api.ImageInProgress {
 		s.state, s.percent, s.done, s.total = t.progress.Snapshot()
@@ -162,8 +195,8 @@ func (m *transferSet) startTransfer(ctx context.Context, copy *api.ImageCopy, so
 		return api.Errorf(api.Busy, "a transfer for %s is in progress", copy.Name)
 	}
 	ctx, cancel := context.WithCancel(m.ctx)
-	t := &transfer{object: copy.UID, source: source, token: copy.Spec.Verify, cancel: cancel,
-		ended: make(chan struct{}), begun: time.Now(), state: api.ImagePending}
+	t := &transfer{object: copy.UID, from: copy.Spec.From, source: source, token: copy.Spec.Verify, cancel: cancel,
+		ended: make(chan struct{}), begun: time.Now(), state: api.ImagePending, slots: m.slots}
 	m.byCopy[copy.Name] = t
 	ev := event.GenericEvent{Object: &api.ImageCopy{ObjectMeta: *copy.ObjectMeta.DeepCopy()}}
 	m.wg.Go(func() { m.runTransfer(ctx, t, ev, work) })
@@ -178,19 +211,8 @@ func (m *transferSet) runTransfer(ctx context.Context, t *transfer, ev event.Gen
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		held := false
-		t.got, t.err = work(ctx, t, func(ctx context.Context) error {
-			select {
-			case m.slots <- struct{}{}:
-				held = true
-				return nil
-			case <-ctx.Done():
-				return ctx.Err()
-			}
-		})
-		if held {
-			<-m.slots
-		}
+		defer t.releaseSlot()
+		t.got, t.err = work(ctx, t, t.takeSlot)
 	}()
 	ticker := time.NewTicker(m.tick)
 	defer ticker.Stop()

@@ -90,11 +90,14 @@ func restoreWriter(ctx context.Context, on block.Layers, uid api.UID, size int64
 }
 
 // endCutRestore ends the work on a layer after an error. The chunks stay for a later restore, which compares each with
-// its digest, unless the disk needs their room or the backup itself is at fault. A store that denies the access is no
-// such error: a person changes the credentials.
+// its digest, unless the disk needs their room or no restore follows, because the backup itself is at fault.
 func endCutRestore(w block.LayerWriter, err error) error {
 	k, ok := w.(block.CheckpointWriter)
-	if !ok || api.Is(err, api.Full) || api.Is(err, api.OutOfRange) || api.Is(err, api.Corrupt) {
+	if !ok {
+		return w.Abort()
+	}
+	switch api.KindOf(err) {
+	case api.Full, api.OutOfRange, api.Corrupt, api.Unsupported, api.Invalid:
 		return w.Abort()
 	}
 	return k.Leave()

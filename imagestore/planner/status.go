@@ -96,9 +96,10 @@ func summarizeImage(s *api.BackingImageStatus) string {
 	return text
 }
 
-// explainCopy returns the message of a copy with the time of its next try.
+// explainCopy returns the message of a copy with the time of its next try. A restore that waits for its store counts no
+// tries.
 func explainCopy(c *api.ImageCopy) string {
-	if c.Status.NextTry.IsZero() || c.Status.State != api.ImageFailed {
+	if c.Status.NextTry.IsZero() || c.Status.State != api.ImageFailed || c.Status.Attempts == 0 {
 		return c.Status.Message
 	}
 	return fmt.Sprintf("%s (try %d failed, next try at %s)", c.Status.Message, c.Status.Attempts,

@@ -57,3 +57,15 @@ func TestImageSaysWhyReadsWait(t *testing.T) {
 		t.Errorf("the image says %q, readable: %v", s.Message, s.Readable)
 	}
 }
+
+// TestWaitingRestoreCountsNoTries: the message of a restore that waits for its store names no next try.
+func TestWaitingRestoreCountsNoTries(t *testing.T) {
+	c := on("n1", "a", api.ImageFailed, "", 1)
+	c.Status.Message, c.Status.NextTry = "the store is away", metav1.NewTime(time.Now())
+	if got := explainCopy(&c); !strings.Contains(got, "next try") {
+		t.Errorf("after a try: %q", got)
+	}
+	if c.Status.Attempts = 0; explainCopy(&c) != "the store is away" {
+		t.Errorf("without tries: %q", explainCopy(&c))
+	}
+}

@@ -9,10 +9,15 @@
 // A restore first copies the chunks that other layers on the node's disks have at the same place, and then fetches the
 // rest from the store.
 //
+// An open backup has the index of when it was opened, and a node may heal damage later: so a backup with damage is
+// opened again, after pauses that grow, and the one of before stays in use until then. A restore that lacks damaged
+// chunks alone, or whose store stays away, is idle: it keeps its layer, which readers read, and waits.
+//
 // Invariants: a chunk that the package serves matches its digest. Reads fail while the backup is out of reach, and
 // their callers ask again; the package opens the backup again, after pauses that grow. A damaged chunk fails alone. The
 // cache and the fetches of all layers together take at most 2 MiB for each of cachedChunks, readsAtOnce and
-// aheadAtOnce, each restore localAtOnce of them, and the digests of each layer 16 bytes per MiB of its size.
+// aheadAtOnce, each restore localAtOnce of them. The digests of a layer take 16 bytes per MiB of its size, those of all
+// layers at most Options.PlanMemory.
 //
 // Goroutines belong to the Set, a Runnable of the manager, which waits for all of them.
 //

@@ -3,21 +3,27 @@ package restoring
 import (
 	"context"
 	"io"
+	"slices"
 	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 )
 
-// Fill is a block.Backup that fills the layer, for the importer. After a failure that may pass, Fill opens the backup
-// again and continues with the chunks that the layer lacks.
+// Fill is a block.Backup that fills the layer, for the importer. After a failure that may pass, and after damage, Fill
+// opens the backup again and continues with the chunks that the layer lacks, until it has all.
 type Fill struct {
 	l     *Layer
 	allow bool // leaves damaged chunks as holes
 
+	// Pause calls wait while the layer is idle, without what others need meanwhile; nil: Fill calls wait itself.
+	Pause func(ctx context.Context, wait func(context.Context)) error
+
 	Damaged []int64 // of the restore
 
-	local int64 // bytes from layers of the node's disks; guarded by Layer.mu
+	// Guarded by Layer.mu.
+	local    int64 // bytes from layers of the node's disks
+	restored func() (done, total int64)
 }
 
 var _ block.Backup = (*Fill)(nil)
@@ -51,7 +57,7 @@ func (f *Fill) Checksum() string {
 // Restored implements block.Backup.
 func (f *Fill) Restored() (done, total int64) {
 	f.l.mu.Lock()
-	restored, local := f.l.restored, f.local
+	restored, local := f.restored, f.local
 	f.l.mu.Unlock()
 	if restored == nil {
 		return 0, 0
@@ -86,44 +92,56 @@ func (f *Fill) Restore(ctx context.Context, sink block.Sink) (err error) {
 		err := f.restoreOnce(ctx, s)
 		switch {
 		case err == nil:
-			return f.judge()
+			return nil
 		case ctx.Err() != nil:
 			return context.Cause(ctx)
-		case s.failure() != nil || !mayPass(err):
+		case s.failure() != nil || len(f.Damaged) == 0 && !mayPass(err):
 			return err
 		}
 		if s.written() > before {
 			moved = time.Now()
 		}
-		if time.Since(moved) > l.set.Stall {
+		if len(f.Damaged) > 0 || time.Since(moved) > l.set.Stall {
+			err = f.pause(ctx, err)
+		} else {
+			l.awaitAgain(ctx)
+			err = nil
+		}
+		if err != nil {
 			return err
 		}
-		l.awaitAgain(ctx)
 	}
 }
 
-// mayPass reports whether a failed backup may be readable later.
-func mayPass(err error) bool {
-	switch api.KindOf(err) {
-	case api.Other, api.Busy, api.Unavailable:
-		return true
+// pause waits with an idle layer until the store may have what the restore lacks.
+func (f *Fill) pause(ctx context.Context, why error) error {
+	l := f.l
+	l.setIdle(why)
+	if f.Pause != nil {
+		return f.Pause(ctx, l.awaitAgain)
 	}
-	return false
+	l.awaitAgain(ctx)
+	return nil
 }
 
 // restoreOnce restores the chunks that the layer lacks.
 func (f *Fill) restoreOnce(ctx context.Context, s *fillSink) error {
+	f.Damaged = nil
 	o, err := f.l.use(ctx)
 	if err != nil {
 		return err
 	}
 	before := s.written()
 	defer func() { restoredBytes.WithLabelValues("store").Add(float64(s.written() - before)) }()
+	f.l.mu.Lock()
+	f.restored = o.Restored
+	f.l.mu.Unlock()
+	var damaged []int64
 	if b, ok := o.Backup.(block.ChunkedBackup); ok {
 		f.l.mu.Lock()
 		f.l.filled.reset()
 		f.l.mu.Unlock()
-		f.Damaged, err = b.RestoreIntact(ctx, s, f.l.isFilled)
+		damaged, err = b.RestoreIntact(ctx, s, f.l.isFilled)
 	} else {
 		err = o.Restore(ctx, s)
 	}
@@ -132,22 +150,35 @@ func (f *Fill) restoreOnce(ctx context.Context, s *fillSink) error {
 	} else {
 		f.l.release(o, err)
 	}
-	return err
+	if err != nil {
+		return err
+	}
+	return f.judge(damaged)
 }
 
-// judge decides whether the restore is complete.
-func (f *Fill) judge() error {
+// judge decides whether the restore is complete. The layer may have a damaged chunk from a disk or a reader, or as a
+// hole.
+func (f *Fill) judge(damaged []int64) error {
+	f.Damaged = slices.DeleteFunc(damaged, f.l.hasChunk)
 	if len(f.Damaged) == 0 || f.allow {
 		return nil
 	}
-	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; restore the backup again with "+
-		"--allow-damaged, which restores zeros there", api.CountText(len(f.Damaged), "chunk"), f.DamagedText())
+	f.l.renewLater()
+	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; heal the backup, or restore the backup "+
+		"again with --allow-damaged, which restores zeros there", api.CountText(len(f.Damaged), "chunk"), f.DamagedText())
 }
 
 func (l *Layer) isFilled(chunk int64) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.filled.has(chunk)
+}
+
+// hasChunk reports whether the layer in the making has a chunk, be it a hole.
+func (l *Layer) hasChunk(chunk int64) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.filled.has(chunk) || l.plan != nil && !l.plan.isData(chunk)
 }
 
 // beginFill lets readers read what the restore has written.
@@ -194,7 +225,7 @@ func (l *Layer) endFill(whole bool) {
 	defer l.filling.Unlock()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.part, l.sink, l.filled, l.whole = nil, nil, filledChunks{}, whole
+	l.part, l.sink, l.filled, l.whole, l.idle = nil, nil, filledChunks{}, whole, nil
 }
 
 // fillSink counts what a restore writes, and lets readers go first.
@@ -241,6 +272,7 @@ func (s *fillSink) note(n int, off int64, err error) error {
 		return err
 	}
 	s.bytes += int64(n)
+	s.l.idle = nil
 	s.l.filled.add(s.size, off, int64(n))
 	return nil
 }

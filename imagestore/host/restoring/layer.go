@@ -1,6 +1,7 @@
 package restoring
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -38,15 +39,20 @@ type Layer struct {
 	failure  error         // of the last attempt to open or read; nil after a success
 	again    time.Time     // earliest next attempt
 	pause    time.Duration // after the last failure
+	renew    time.Time     // when current is opened again: the store may have healed damage; zero: it found none
+	heal     time.Duration // the pause before renew
+	waits    chan struct{} // closed and replaced when a wait for renew ends early
+	idle     error         // why the restore waits for the store; nil: it does not
+	reserved int64         // of the Set's memory, for the plan
 	reads    map[int64]*read
-	recent   []int64 // the last chunks that readers asked for
-	damaged  map[int64]error
-	restored func() (done, total int64)
-	checksum string // of the backup
+	recent   []int64         // the last chunks that readers asked for
+	damaged  map[int64]error // of readers
+	checksum string          // of the backup
 }
 
 func newLayer(s *Set, on block.Layers, uid string, open func(context.Context) (block.Backup, error)) *Layer {
-	l := &Layer{set: s, on: on, uid: uid, open: open, reads: map[int64]*read{}, damaged: map[int64]error{}}
+	l := &Layer{set: s, on: on, uid: uid, open: open, waits: make(chan struct{}), reads: map[int64]*read{},
+		damaged: map[int64]error{}}
 	l.ctx, l.cancel = context.WithCancel(s.ctx)
 	return l
 }
@@ -78,15 +84,22 @@ func (l *Layer) Prepare() {
 	})
 }
 
-// Open opens the backup, and reports whether the layer can be read before the restore has finished.
+// Open opens the backup, and reports whether the layer can be read before the restore has finished. Open waits, and the
+// layer is idle, while the backup cannot be opened.
 func (l *Layer) Open(ctx context.Context) (root string, size int64, readable bool, err error) {
 	o, err := l.use(ctx)
+	for err != nil && ctx.Err() == nil && mayPass(err) {
+		l.setIdle(err)
+		l.awaitAgain(ctx)
+		o, err = l.use(ctx)
+	}
 	if err != nil {
-		return "", 0, false, err
+		return "", 0, false, cmp.Or(context.Cause(ctx), err)
 	}
 	defer l.release(o, nil)
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.idle = nil
 	if l.plan == nil {
 		return "", o.Size(), false, nil
 	}
@@ -104,22 +117,32 @@ func (l *Layer) File(ctx context.Context) (checksum string, is bool, err error) 
 	return o.Checksum(), is, nil
 }
 
+// mayPass reports whether a restore may continue after an error: the store comes back, or a person corrects the target.
+func mayPass(err error) bool {
+	switch api.KindOf(err) {
+	case api.Corrupt, api.Unsupported, api.OutOfRange:
+		return false
+	}
+	return !errors.Is(err, errEnded)
+}
+
 // use returns the open backup, which the caller gives back by release.
 func (l *Layer) use(ctx context.Context) (*openBackup, error) {
 	for {
 		l.mu.Lock()
+		renews := l.current != nil && !l.renew.IsZero() && !time.Now().Before(l.renew)
 		switch {
 		case l.ended:
 			l.mu.Unlock()
 			return nil, errEnded
-		case l.current != nil:
+		case l.current != nil && !renews:
 			defer l.mu.Unlock()
 			if !l.set.begin() {
 				return nil, errEnded
 			}
 			l.current.users++
 			return l.current, nil
-		case l.opening == nil && time.Now().Before(l.again):
+		case l.opening == nil && !renews && time.Now().Before(l.again):
 			defer l.mu.Unlock()
 			return nil, l.failure
 		}
@@ -141,20 +164,14 @@ func (l *Layer) use(ctx context.Context) (*openBackup, error) {
 	}
 }
 
-// openOnce tries to open the backup, and to plan the layer.
+// openOnce tries to open the backup, and to plan the layer. The backup of before stays open after an error.
 func (l *Layer) openOnce() {
 	b, err := l.open(l.ctx)
-	var p *plan
+	if api.Is(err, api.Corrupt) { // a heal may follow
+		err = api.Errorf(api.Unavailable, "%w", err)
+	}
 	if err == nil {
-		l.mu.Lock()
-		p = l.plan
-		l.mu.Unlock()
-		if p == nil {
-			p, err = newPlan(l.ctx, l.on, b)
-		} else if b.Size() != p.content {
-			err = api.Errorf(api.Corrupt, "the backup has %d bytes, and had %d", b.Size(), p.content)
-		}
-		if err != nil {
+		if err = l.planOnce(b); err != nil {
 			err = errors.Join(err, b.Close())
 		}
 	}
@@ -162,15 +179,46 @@ func (l *Layer) openOnce() {
 	defer l.mu.Unlock()
 	close(l.opening)
 	l.opening = nil
-	if err != nil {
+	switch {
+	case err != nil && l.current != nil:
+		l.delayRenewal()
+		return
+	case err != nil:
 		l.noteFailure(err)
 		return
 	}
-	l.current, l.plan, l.failure, l.pause = &openBackup{Backup: b}, p, nil, 0
-	l.restored, l.checksum = b.Restored, b.Checksum()
+	l.drop()
+	l.current, l.failure, l.pause, l.renew = &openBackup{Backup: b}, nil, 0, time.Time{}
+	l.checksum = b.Checksum()
 	if l.ended {
 		l.drop()
 	}
+}
+
+// planOnce plans the layer, or compares a backup that was opened again with the plan. The caller is the only one.
+func (l *Layer) planOnce(b block.Backup) error {
+	l.mu.Lock()
+	p := l.plan
+	l.mu.Unlock()
+	if p != nil {
+		if b.Size() != p.content {
+			return api.Errorf(api.Corrupt, "the backup has %d bytes, and had %d", b.Size(), p.content)
+		}
+		return nil
+	}
+	size := planSize(min(b.Size(), api.MaxVolumeSize))
+	if err := l.set.reservePlan(size); err != nil {
+		return err
+	}
+	p, err := newPlan(l.ctx, l.on, b)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if p == nil || err != nil || l.ended {
+		l.set.releasePlan(size)
+		return err
+	}
+	l.plan, l.reserved = p, size
+	return nil
 }
 
 // noteFailure delays the next attempt to open. The caller has mu.
@@ -179,15 +227,76 @@ func (l *Layer) noteFailure(err error) {
 	l.failure, l.again = err, time.Now().Add(l.pause)
 }
 
+// setIdle notes that the restore waits for the store.
+func (l *Layer) setIdle(why error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.idle = why
+}
+
+// delayRenewal delays the next opening of a backup with damage. The caller has mu.
+func (l *Layer) delayRenewal() {
+	l.heal = min(max(2*l.heal, l.set.PauseMin), l.set.HealPauseMax)
+	l.renew = time.Now().Add(l.heal)
+}
+
+// renewLater delays the next opening of a backup with damage, unless an opening is due already.
+func (l *Layer) renewLater() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.renew.IsZero() {
+		l.delayRenewal()
+	}
+}
+
+// noteDamaged notes a damaged chunk, which a reader asks for again. The caller has mu.
+func (l *Layer) noteDamaged(number int64, err error) {
+	if l.damaged[number] == nil {
+		l.set.Log.Error("a chunk of a backup is damaged; reads of it wait", "layer", l.uid, "err", err)
+	}
+	l.damaged[number] = err
+	if l.renew.IsZero() {
+		l.delayRenewal()
+	}
+}
+
+// noteWhole notes a chunk that a reader got. The caller has mu.
+func (l *Layer) noteWhole(number int64) {
+	if l.damaged[number] == nil {
+		return
+	}
+	if delete(l.damaged, number); len(l.damaged) == 0 {
+		l.heal = 0
+	}
+}
+
+// askNow ends the pause before damaged chunks are asked for again.
+func (l *Layer) askNow() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.renew.IsZero() && l.idle == nil && len(l.damaged) == 0 {
+		return
+	}
+	l.renew, l.heal = time.Now(), 0
+	close(l.waits)
+	l.waits = make(chan struct{})
+}
+
 // awaitAgain waits until the next attempt to open may come.
 func (l *Layer) awaitAgain(ctx context.Context) {
 	l.mu.Lock()
-	t := time.NewTimer(time.Until(l.again))
+	at, waits := l.again, l.waits
+	if l.current != nil {
+		at = l.renew
+	}
 	l.mu.Unlock()
+	t := time.NewTimer(time.Until(at))
 	defer t.Stop()
 	select {
 	case <-t.C:
+	case <-waits:
 	case <-ctx.Done():
+	case <-l.ctx.Done():
 	}
 }
 
@@ -231,6 +340,7 @@ func (l *Layer) end() {
 	l.mu.Lock()
 	l.ended = true
 	l.drop()
+	l.set.releasePlan(l.reserved)
 	l.mu.Unlock()
 	l.cancel()
 	l.set.forget(l)
@@ -267,10 +377,18 @@ func damageText(chunks []int64) string {
 	return strings.Join(text, ", ")
 }
 
-// Problem says why reads wait; empty: none does.
-func (l *Layer) Problem() string {
+// Problem says why reads wait; empty: none does. idle: the restore waits, too, for an unknown time.
+func (l *Layer) Problem() (text string, idle bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.idle != nil {
+		return l.idle.Error() + "; Drover tries again", true
+	}
+	return l.explainReads(), false
+}
+
+// explainReads says why reads wait. The caller has mu.
+func (l *Layer) explainReads() string {
 	if len(l.damaged) > 0 {
 		numbers := slices.Sorted(maps.Keys(l.damaged))
 		return fmt.Sprintf("the store damaged or lost chunks, whose reads wait: %s: %v", damageText(numbers),

@@ -56,7 +56,7 @@ func (f *Fill) copyFrom(ctx context.Context, s *fillSink, p *plan, on block.Dige
 		return nil
 	}
 	defer src.Close()
-	chunks := p.chunksOf(sums, src.Size())
+	chunks := p.equalChunks(sums, src.Size())
 	chunks = slices.DeleteFunc(chunks, f.l.isFilled)
 	group, copying := errgroup.WithContext(ctx)
 	group.SetLimit(localAtOnce)
@@ -93,14 +93,14 @@ func (f *Fill) copyChunk(s *fillSink, p *plan, src block.Source, c int64) error 
 	return nil
 }
 
-// chunksOf lists the chunks with data that a layer of size bytes has, by the layer's file of digests.
-func (p *plan) chunksOf(sums []byte, size int64) (same []int64) {
-	have := (size + block.ChunkSize - 1) / block.ChunkSize
+// equalChunks lists the chunks with data that a layer of size bytes has, by the layer's file of digests.
+func (p *plan) equalChunks(sums []byte, size int64) (same []int64) {
+	have := chunksOf(size)
 	header := int64(len(sums)) - have*sumSize
 	if header < 0 {
 		return nil
 	}
-	for c := range min(have, (p.size+block.ChunkSize-1)/block.ChunkSize) {
+	for c := range min(have, chunksOf(p.size)) {
 		at := header + c*sumSize
 		if p.isData(c) && p.digest(c) == [sumSize]byte(sums[at:at+sumSize]) {
 			same = append(same, c)

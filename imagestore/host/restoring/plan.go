@@ -1,10 +1,9 @@
 package restoring
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
-	"encoding/binary"
-	"iter"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -30,50 +29,54 @@ func newPlan(ctx context.Context, on block.Layers, open block.Backup) (*plan, er
 		return nil, nil
 	}
 	p := &plan{content: n, size: (n + block.Size - 1) / block.Size * block.Size}
-	chunks := (n + block.ChunkSize - 1) / block.ChunkSize
-	p.data = make([]uint64, (chunks+63)/64)
-	sums := make([]byte, 0, 64*sumSize)
-	err := b.Digests(ctx, func(c int64, sum [32]byte) {
-		p.data[c/64] |= 1 << (c % 64)
-		sums = append(binary.LittleEndian.AppendUint64(sums, uint64(c)), sum[:]...)
+	p.data = make([]uint64, (chunksOf(n)+63)/64)
+	var failed error // of the backup
+	root, file, err := planner.PlanLayer(n, func(yield func(int64, [sumSize]byte) bool) {
+		failed = p.listData(ctx, b, yield)
 	})
-	if err == nil {
-		err = p.padLast(ctx, b, chunks-1, sums)
-	}
 	switch {
-	case api.Is(err, api.Corrupt):
+	case api.Is(failed, api.Corrupt):
 		return nil, nil // the restore tells which chunks are damaged
-	case err != nil:
-		return nil, err
+	case failed != nil:
+		return nil, failed
 	}
-	p.root, p.file, err = planner.PlanLayer(n, eachSum(sums))
+	p.root, p.file = root, file
 	return p, err
 }
 
-// eachSum yields pairs of a chunk and its digest.
-func eachSum(pairs []byte) iter.Seq2[int64, [32]byte] {
-	return func(yield func(int64, [32]byte) bool) {
-		for ; len(pairs) > 0; pairs = pairs[8+sumSize:] {
-			if !yield(int64(binary.LittleEndian.Uint64(pairs)), [32]byte(pairs[8:])) {
+// listData lists the chunks with data and their digests, until each returns false.
+func (p *plan) listData(ctx context.Context, b block.ChunkedBackup, each func(int64, [sumSize]byte) bool) error {
+	var failed error
+	more := true
+	err := b.Digests(ctx, func(c int64, sum [sumSize]byte) {
+		if more = more && failed == nil; !more {
+			return
+		}
+		p.data[c/64] |= 1 << (c % 64)
+		if (c+1)*block.ChunkSize > p.content && p.content < p.size {
+			if sum, failed = p.padLast(ctx, b, c); failed != nil {
 				return
 			}
 		}
-	}
+		more = each(c, sum)
+	})
+	return cmp.Or(err, failed)
 }
 
-// padLast replaces the digest of a last chunk with a part of a block: a layer has whole blocks.
-func (p *plan) padLast(ctx context.Context, b block.ChunkedBackup, last int64, pairs []byte) error {
-	if p.content == p.size || !p.isData(last) {
-		return nil
-	}
+// padLast is the digest of a last chunk with a part of a block: a layer has whole blocks.
+func (p *plan) padLast(ctx context.Context, b block.ChunkedBackup, last int64) (sum [sumSize]byte, err error) {
 	buf := make([]byte, p.size-last*block.ChunkSize)
 	if err := b.ReadChunk(ctx, last, buf[:p.content-last*block.ChunkSize]); err != nil {
-		return err
+		return sum, err
 	}
-	sum := sha256.Sum256(buf)
-	copy(pairs[len(pairs)-sumSize:], sum[:])
-	return nil
+	return sha256.Sum256(buf), nil
 }
+
+// chunksOf is the number of chunks of n bytes.
+func chunksOf(n int64) int64 { return (n + block.ChunkSize - 1) / block.ChunkSize }
+
+// planSize is the memory that the plan of a backup of n bytes takes, if all chunks have data.
+func planSize(n int64) int64 { return chunksOf(n) * sumSize }
 
 func (p *plan) isData(c int64) bool { return p.data[c/64]>>(c%64)&1 == 1 }
 
@@ -82,7 +85,7 @@ func (p *plan) length(c int64) int64 { return min(block.ChunkSize, p.size-c*bloc
 
 // digest is the digest of a chunk.
 func (p *plan) digest(c int64) [sumSize]byte {
-	header := int64(len(p.file)) - (p.size+block.ChunkSize-1)/block.ChunkSize*sumSize
+	header := int64(len(p.file)) - planSize(p.size)
 	return [sumSize]byte(p.file[header+c*sumSize:])
 }
 
@@ -109,8 +112,7 @@ type filledChunks struct {
 }
 
 func newFilledChunks(size int64) filledChunks {
-	chunks := (size + block.ChunkSize - 1) / block.ChunkSize
-	return filledChunks{whole: make([]uint64, (chunks+63)/64), part: map[int64]int64{}}
+	return filledChunks{whole: make([]uint64, (chunksOf(size)+63)/64), part: map[int64]int64{}}
 }
 
 func (f *filledChunks) has(c int64) bool {

@@ -98,10 +98,9 @@ func (l *Layer) finish(p *plan, number int64, r *read) {
 		if !l.ended {
 			l.set.keep(l, number, r.bytes)
 		}
-		delete(l.damaged, number)
-	} else if api.Is(err, api.Corrupt) && l.damaged[number] == nil {
-		l.damaged[number] = err
-		l.set.Log.Error("a chunk of a backup is damaged; reads of it wait", "layer", l.uid, "err", err)
+		l.noteWhole(number)
+	} else if api.Is(err, api.Corrupt) {
+		l.noteDamaged(number, err)
 	}
 	l.mu.Unlock()
 	close(r.done)

@@ -3,6 +3,8 @@ package restoring
 import (
 	"context"
 	"log/slog"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -22,10 +24,14 @@ const (
 // Options of a Set. The zero value of a field stands for its default.
 type Options struct {
 	Log *slog.Logger
-	// PauseMin and PauseMax bound the pause before a backup is opened again, which doubles: 1 s to 30 s.
+	// PauseMin and PauseMax bound the pause before a backup is opened again, which doubles: 1 s to 10 s.
 	PauseMin, PauseMax time.Duration
-	// Stall is how long a restore tries again without progress, before it fails: 10 min.
+	// HealPauseMax bounds the pause before a damaged chunk is asked for again, which doubles from PauseMin on: 5 min.
+	HealPauseMax time.Duration
+	// Stall is how long a restore tries again without progress, before it is idle: 10 min.
 	Stall time.Duration
+	// PlanMemory bounds the bytes that the digests of all layers take: 1 GiB, those of the largest volume.
+	PlanMemory int64
 	// Disks lists the disks of the node, in whose layers restores look for chunks; nil: only the layer's own disk.
 	Disks func(context.Context) []block.Layers
 }
@@ -44,6 +50,7 @@ type Set struct {
 	layers  map[layerKey]*Layer
 	cache   []cachedChunk // the last use comes last
 	readers int           // reads that a caller waits for
+	planned int64         // bytes of the digests of all layers
 	idle    chan struct{} // closed when readers becomes 0
 }
 
@@ -64,7 +71,13 @@ func NewSet(o Options) *Set {
 		o.PauseMin = time.Second
 	}
 	if o.PauseMax <= 0 {
-		o.PauseMax = 30 * time.Second
+		o.PauseMax = 10 * time.Second
+	}
+	if o.HealPauseMax <= 0 {
+		o.HealPauseMax = 5 * time.Minute
+	}
+	if o.PlanMemory <= 0 {
+		o.PlanMemory = planSize(api.MaxVolumeSize)
 	}
 	if o.Stall <= 0 {
 		o.Stall = 10 * time.Minute
@@ -150,6 +163,35 @@ func (s *Set) Remove(disk, uid string) {
 		defer s.work.Done()
 		l.end()
 	}
+}
+
+// Healed makes restores ask for damaged chunks now: a node has stored lost or damaged blobs of a repository again.
+func (s *Set) Healed() {
+	s.mu.Lock()
+	layers := slices.Collect(maps.Values(s.layers))
+	s.mu.Unlock()
+	for _, l := range layers {
+		l.askNow()
+	}
+}
+
+// reservePlan takes n bytes for the digests of a layer, or returns an error of kind busy.
+func (s *Set) reservePlan(n int64) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.planned+n > s.PlanMemory {
+		return api.Errorf(api.Busy, "the digests of the chunks need %s of memory, and the restores of this node have "+
+			"%s of %s left; the restore continues when others have ended", api.SizeText(n),
+			api.SizeText(s.PlanMemory-s.planned), api.SizeText(s.PlanMemory))
+	}
+	s.planned += n
+	return nil
+}
+
+func (s *Set) releasePlan(n int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.planned -= n
 }
 
 func (s *Set) find(disk, uid string) *Layer {

@@ -1,0 +1,242 @@
+package restoring
+
+import (
+	"context"
+	"runtime"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+)
+
+// begin restores in the background.
+func (w *world) begin(f *Fill) (ended chan error) {
+	ended = make(chan error, 1)
+	go func() {
+		_, err := w.restore(f)
+		ended <- err
+	}()
+	return ended
+}
+
+// awaitIdle waits until the restore waits for the store, and returns why.
+func (w *world) awaitIdle(ended chan error) string {
+	w.t.Helper()
+	for {
+		if why, idle := w.l.Problem(); idle {
+			return why
+		}
+		select {
+		case err := <-ended:
+			w.t.Fatalf("the restore ends with %v", err)
+		default:
+			runtime.Gosched()
+		}
+	}
+}
+
+// TestDamagedChunk: the read of a damaged chunk fails and names the chunk, other reads do not. The restore writes all
+// other chunks, which need no store then, names the damaged ones, and has them after a heal. With allow-damaged the layer
+// has zeros in place of the damaged chunks.
+func TestDamagedChunk(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, newStore(6*chunk))
+	w.damaged[2], w.damaged[4] = true, true
+	w.plan()
+	src := w.source()
+	for range 2 {
+		if _, err := src.ReadAt(make([]byte, chunk), 2*chunk); !api.Is(err, api.Corrupt) {
+			t.Errorf("the read of a damaged chunk: %v", err)
+		}
+	}
+	w.compare(src, 3)
+	if why, idle := w.l.Problem(); idle || !strings.Contains(why, "2 (offset 4194304)") {
+		t.Errorf("the problem is %q", why)
+	}
+	f := w.l.Fill(false)
+	var pauses atomic.Int64
+	f.Pause = func(ctx context.Context, wait func(context.Context)) error {
+		pauses.Add(1)
+		wait(ctx)
+		return nil
+	}
+	ended := w.begin(f)
+	why := w.awaitIdle(ended)
+	if !strings.Contains(why, "2 chunks") || !strings.Contains(why, "4 (offset 8388608)") ||
+		!strings.Contains(why, "allow-damaged") {
+		t.Errorf("the restore of a damaged backup waits: %s", why)
+	}
+	w.set.forget(w.l)
+	w.change(func() { w.away = true })
+	for _, c := range []int64{0, 1, 3, 5} {
+		w.compare(src, c)
+	}
+	w.change(func() {
+		if len(w.written) != 4 {
+			t.Errorf("the restore wrote %v", w.written)
+		}
+		w.away, w.damaged = false, map[int64]bool{}
+	})
+	must(t, <-ended)
+	w.compare(w.source(), 2)
+	if pauses.Load() == 0 {
+		t.Error("the restore waited in its slot")
+	}
+
+	w = newWorld(t, newStore(6*chunk))
+	w.damaged[2], w.damaged[4] = true, true
+	w.plan()
+	f = w.l.Fill(true)
+	_, err := w.restore(f)
+	must(t, err)
+	if slices.Sort(f.Damaged); !slices.Equal(f.Damaged, []int64{2, 4}) {
+		t.Errorf("the damaged chunks are %v", f.Damaged)
+	}
+	clear(w.content[2*chunk : 3*chunk])
+	clear(w.content[4*chunk : 5*chunk])
+	restored, err := w.disk.Open(w.uid())
+	must(t, err)
+	for c := range int64(6) {
+		w.compare(restored, c)
+	}
+	must(t, restored.Close())
+}
+
+// TestHealEndsThePause: a restore and a reader that lack a healed chunk ask for it at once, with a backup that was
+// opened after the heal.
+func TestHealEndsThePause(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, newStore(3*chunk))
+	w.set.PauseMin, w.set.HealPauseMax = time.Hour, time.Hour
+	w.damaged[1] = true
+	w.plan()
+	ended := w.begin(w.l.Fill(false))
+	w.awaitIdle(ended)
+	heal := func() {
+		w.change(func() { w.damaged = map[int64]bool{} })
+		w.set.Healed()
+	}
+	heal()
+	must(t, <-ended)
+
+	w = newWorld(t, newStore(3*chunk))
+	w.set.PauseMin, w.set.HealPauseMax = time.Hour, time.Hour
+	w.damaged[1] = true
+	w.plan()
+	src := w.source()
+	read := func() error {
+		_, err := src.ReadAt(make([]byte, chunk), chunk)
+		return err
+	}
+	if err := read(); !api.Is(err, api.Corrupt) {
+		t.Errorf("the read of a damaged chunk: %v", err)
+	}
+	heal()
+	must(t, read())
+	if why, _ := w.l.Problem(); why != "" {
+		t.Errorf("afterwards the problem is %q", why)
+	}
+}
+
+// TestHeldChunksAreNotDamaged: chunks that the layer has already, or as holes, do not count as damaged, although the
+// store lost the list of them.
+func TestHeldChunksAreNotDamaged(t *testing.T) {
+	t.Parallel()
+	s := newStore(4 * chunk)
+	clear(s.content[chunk : 2*chunk])
+	w := newWorld(t, s)
+	w.plan()
+	w.damaged[3] = true
+	s.lost = []int64{0, 1, 2}
+	w.l.openAgain()
+	f := w.l.Fill(true)
+	_, err := w.restore(f)
+	must(t, err)
+	if !slices.Equal(f.Damaged, []int64{3}) {
+		t.Errorf("the damaged chunks are %v", f.Damaged)
+	}
+}
+
+// openAgain makes the next use open the backup again.
+func (l *Layer) openAgain() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.renew = time.Now()
+}
+
+// TestStoreStaysAway: without progress for the time of Stall, the restore is idle, and leaves its slot to others. It
+// continues when the store is back.
+func TestStoreStaysAway(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, newStore(3*chunk))
+	w.set.Stall = time.Nanosecond
+	w.plan()
+	w.change(func() { w.away = true })
+	ended := w.begin(w.l.Fill(false))
+	if why := w.awaitIdle(ended); !strings.Contains(why, "the store is away") {
+		t.Errorf("the restore waits: %s", why)
+	}
+	w.change(func() { w.away = false })
+	must(t, <-ended)
+	if why, idle := w.l.Problem(); idle || why != "" {
+		t.Errorf("afterwards the problem is %q", why)
+	}
+}
+
+// TestOpenAwaitsTheStore: a restore whose store is away from the begin on says so, and begins when the store is back. A
+// failed opening for healed chunks takes no backup away that is open.
+func TestOpenAwaitsTheStore(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, newStore(2*chunk))
+	w.change(func() { w.away = true })
+	ended := make(chan error, 1)
+	go func() {
+		_, _, readable, err := w.l.Open(t.Context())
+		if err == nil && !readable {
+			err = api.Errorf(api.Invalid, "the layer cannot be read")
+		}
+		ended <- err
+	}()
+	if why := w.awaitIdle(ended); !strings.Contains(why, "the store is away") {
+		t.Errorf("the restore waits: %s", why)
+	}
+	w.change(func() { w.away = false })
+	must(t, <-ended)
+	if _, idle := w.l.Problem(); idle {
+		t.Error("the restore still waits")
+	}
+	w.change(func() { w.away = true })
+	w.l.openAgain()
+	o, err := w.l.use(t.Context())
+	must(t, err)
+	w.l.release(o, nil)
+}
+
+// TestPlansAreBounded: backups together that claim more than the memory for digests wait for others.
+func TestPlansAreBounded(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, newStore(3*chunk))
+	w.set.PlanMemory = planSize(4 * chunk)
+	w.plan()
+	second := w.set.Add(newDisk(t), w.uid(), newStore(2*chunk).open)
+	ended := make(chan error, 1)
+	go func() {
+		_, _, _, err := second.Open(t.Context())
+		ended <- err
+	}()
+	for idle := false; !idle; runtime.Gosched() {
+		var why string
+		if why, idle = second.Problem(); idle && !strings.Contains(why, "others have ended") {
+			t.Errorf("the restore waits: %s", why)
+		}
+	}
+	w.set.Remove(w.disk.UID(), w.uid())
+	must(t, <-ended)
+	w.end()
+	if w.set.planned != 0 {
+		t.Errorf("%d bytes stay taken", w.set.planned)
+	}
+}
