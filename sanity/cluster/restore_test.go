@@ -23,6 +23,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/suite"
 )
 
 // bucket is an S3 server outside of a cluster.
@@ -113,6 +114,11 @@ func (b *backedUp) limit(rate int64) {
 // restore makes the volume v of the backup, with replicas on the nodes. One of the nodes restores.
 func (b *backedUp) restore(nodes ...*Machine) {
 	b.t.Helper()
+	b.restoreLabelled(nil, nodes...)
+}
+
+func (b *backedUp) restoreLabelled(labels map[string]string, nodes ...*Machine) {
+	b.t.Helper()
 	var backup api.Backup
 	must(b.t, b.Objects.Get(b.t.Context(), client.ObjectKey{Name: "friday"}, &backup))
 	v := &api.Volume{Spec: api.VolumeSpec{Size: int64(len(b.content)), FromBackup: backup.Status.URL,
@@ -121,6 +127,7 @@ func (b *backedUp) restore(nodes ...*Machine) {
 		v.Spec.Nodes = append(v.Spec.Nodes, m.Name)
 	}
 	v.Name = "v"
+	v.Labels = labels
 	must(b.t, b.Objects.Create(b.t.Context(), v))
 	awaitVolume(b.t, b.Cluster, "v", "made", func(v *api.Volume) bool { return len(v.Status.Members) == len(nodes) })
 }
@@ -245,6 +252,10 @@ func TestReplicaReturnsDuringRestore(t *testing.T) {
 	awaitVolume(t, b.Cluster, "v", "without the node", func(v *api.Volume) bool { return len(v.Status.Members) == 1 })
 	must(t, other.PowerOn())
 	must(t, other.Serve(t.Context()))
+	began, sent := time.Now(), b.bucket.sent.Load()
+	awaitVolume(t, b.Cluster, "v", "with both", func(v *api.Volume) bool { return len(v.Status.Members) == 2 })
+	t.Logf("a member again after %v, and %d bytes from the store", time.Since(began).Round(time.Millisecond),
+		b.bucket.sent.Load()-sent)
 	b.limit(0)
 	b.awaitRestored(2)
 	b.detach(t, "v")
@@ -288,6 +299,35 @@ func TestStoreIsAwayDuringRestore(t *testing.T) {
 	if n := b.bucket.sent.Load() - sent; n > size*7/8 { // the half, and the requests that were cut
 		t.Errorf("after the half of the restore, the store sent %d of %d bytes again", n, size)
 	}
+	b.compare()
+	b.detach(t, "v")
+}
+
+// TestReaderOutlivesTheStore: a volume of a mounted backup fetches what is read. Its store is away for DROVER_AWAY
+// seconds: a read waits, without an error, while a block that the node has is read. With the store back the read ends.
+func TestReaderOutlivesTheStore(t *testing.T) {
+	const size = int64(32) << 20
+	away := time.Duration(suite.Count(t, "DROVER_AWAY", 5, 5)) * time.Second
+	b := startBackedUp(t, 2, size)
+	m := b.Nodes[1]
+	b.restoreLabelled(map[string]string{api.LabelBackupMount: "friday"}, m)
+	b.attach(t, "v", m.Name)
+	device := deviceOf(t, b.Cluster, "v")
+	answered(t, "the first read", blockIO(device, 0, false))
+	b.bucket.away.Store(true)
+	read := blockIO(device, 16<<20, false)
+	answered(t, "a read of a block that the node has", blockIO(device, 4096, false))
+	outage := time.NewTimer(away)
+	defer outage.Stop()
+	select {
+	case err := <-read:
+		t.Errorf("a read without the store ends: %v", err)
+	case <-outage.C:
+	}
+	b.bucket.away.Store(false)
+	began := time.Now()
+	answered(t, "the read that waited", read)
+	t.Logf("after %v without the store, the read ended %v after its return", away, time.Since(began).Round(time.Millisecond))
 	b.compare()
 	b.detach(t, "v")
 }
