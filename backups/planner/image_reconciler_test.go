@@ -146,6 +146,11 @@ func TestImageBackupThatFailsDelaysNoVolume(t *testing.T) {
 	w.editNode("n2", func(n *api.NodeStatus) { n.Disks[0].Ready = true })
 	x = w.awaitImageSource(name, "n2")
 	apitest.EditStatus(w.Server, x, func(b *api.BackupBackingImage) { b.Status.State = api.BackupError })
+	// The caches of the planner are of different age: with the older state of the image's backup, none would be repeated.
+	w.awaitImageBackup(name, "has an Error in the cache of the planner", func(*api.BackupBackingImage) bool {
+		var seen api.BackupBackingImage
+		return w.cached.Get(w.Ctx, client.ObjectKey{Name: name}, &seen) == nil && seen.Status.State == api.BackupError
+	})
 	w.awaitLaterSecond(x.CreationTimestamp)
 	w.addBackup("again", "v", "s")
 	w.awaitImageBackup(name, "is being deleted", func(b *api.BackupBackingImage) bool {

@@ -84,6 +84,37 @@ func TestCompletedBackupKeepsItsSource(t *testing.T) {
 	}
 }
 
+// TestBackupWaitsWhileItsImagesBackupIsDeleted: the backup of the image is deleted between the planner's attempt to
+// create another one and the look at the existing one. The backup of the volume waits for the other one.
+func TestBackupWaitsWhileItsImagesBackupIsDeleted(t *testing.T) {
+	w := newWorld(t)
+	w.addNodes("n1", "n2")
+	w.addTarget("t")
+	w.addImage("golden", "a", "n2")
+	w.addSnapshot(w.addVolumeOf("v", "golden", "n1"), "s")
+	w.addBackup("b", "v", "s")
+	const message = "waits for BackupBackingImage golden-aaaaaaaa.t"
+	w.awaitState("b", api.BackupPending, message)
+	late := interceptor.NewClient(w.Client, interceptor.Funcs{
+		List: func(ctx context.Context, _ client.WithWatch, list client.ObjectList, options ...client.ListOption) error {
+			if _, ok := list.(*api.BackupBackingImageList); ok { // the cache knows of the deletion
+				return nil
+			}
+			return w.cached.List(ctx, list, options...)
+		},
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object,
+			_ ...client.GetOption) error {
+			if _, ok := o.(*api.BackupBackingImage); ok {
+				return apierrors.NewNotFound(schema.GroupResource{}, key.Name)
+			}
+			return c.Get(ctx, key, o)
+		}})
+	w.reconcile(&backupReconciler{Client: late, live: late, log: w.Log, began: time.Now().Add(-time.Hour)}, "b")
+	if b := w.awaitState("b", api.BackupPending, message); b.Spec.Source != nil {
+		t.Errorf("the backup begins without one of its image: %+v", b.Spec)
+	}
+}
+
 // TestSnapshotOfAnUnknownBackupIsKept: a planner that does not know the backup of a snapshot yet keeps the snapshot.
 func TestSnapshotOfAnUnknownBackupIsKept(t *testing.T) {
 	w := newWorld(t)

@@ -86,8 +86,10 @@ func (r *backupReconciler) createImageBackup(ctx context.Context, b *api.Backup,
 	err := r.Create(ctx, x)
 	switch {
 	case apierrors.IsAlreadyExists(err):
-		if err := r.live.Get(ctx, client.ObjectKey{Name: x.Name}, x); err != nil {
-			return client.IgnoreNotFound(err)
+		if err := r.live.Get(ctx, client.ObjectKey{Name: x.Name}, x); apierrors.IsNotFound(err) {
+			return waitForImage(x) // deleted meanwhile: the event of the deletion continues
+		} else if err != nil {
+			return err
 		}
 		if x.IsOf(b.Target(), img.Name, digest) && (!x.Ended() || x.DeletionTimestamp != nil && x.Status.SnapshotID == "") {
 			return waitForImage(x) // the cache is late, or a backup that failed is being deleted
