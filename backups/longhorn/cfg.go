@@ -138,7 +138,7 @@ func (c *backupDecoder) decode(d *decoder, key string) error {
 	case "SnapshotCreatedAt":
 		var text string
 		err := d.Decode(&text)
-		b.SnapshotCreated, _ = time.Parse(time.RFC3339, text) // zero: not known
+		b.SnapshotCreated, _ = parseTime(text) // zero: not known
 		return err
 	case "CreatedTime":
 		c.ended = true
@@ -212,12 +212,19 @@ func (c *backupDecoder) check(n Name) error {
 	case c.blocks && c.size != b.size():
 		return api.Errorf(api.Corrupt, "the cfg has its list of blocks before the size of the blocks")
 	}
-	created, err := time.Parse(time.RFC3339, c.created)
+	b.blockSize = b.size()
+	var err error
+	b.Created, err = parseTime(c.created)
+	return err
+}
+
+// parseTime reads the time of a backup. Errors are of kind Corrupt.
+func parseTime(text string) (time.Time, error) {
+	t, err := time.Parse(time.RFC3339, text)
 	if err != nil {
-		return api.Errorf(api.Corrupt, "the time of the backup is not valid: %w", err)
+		return time.Time{}, api.Errorf(api.Corrupt, "the time of the backup is not valid: %w", err)
 	}
-	b.Created, b.blockSize = created, b.size()
-	return nil
+	return api.BoundTime(t), nil
 }
 
 // parseBlockSize reads a number of bytes as Kubernetes writes quantities; none, or 0, is 2 MiB.
@@ -288,9 +295,7 @@ func (s *Store) readImage(ctx context.Context, name string, each func(offset int
 	case completed == "":
 		err = api.Errorf(api.Busy, "the backup is in progress, or was interrupted")
 	default:
-		if img.Completed, err = time.Parse(time.RFC3339, completed); err != nil {
-			err = api.Errorf(api.Corrupt, "the time of the backup is not valid: %w", err)
-		}
+		img.Completed, err = parseTime(completed)
 		err = errors.Join(err, checkSize(img.Size))
 	}
 	if err != nil {

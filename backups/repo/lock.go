@@ -273,6 +273,7 @@ func (r *Repository) readLock(ctx context.Context, f namedFile) (l lockFile, err
 		if err := json.NewDecoder(plain).Decode(&l); err != nil {
 			return api.Errorf(api.Corrupt, "no JSON of a lock: %w", err)
 		}
+		l.Time, l.Since = api.BoundTime(l.Time), api.BoundTime(l.Since)
 		return nil
 	})
 	return l, err

@@ -9,6 +9,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/target"
 	"drover.io/drover/block/suite"
 )
 
@@ -55,6 +56,35 @@ func TestLocksAreListed(t *testing.T) {
 		t.Errorf("a bounded list: %d of %d, %v", len(locks), total, err)
 	}
 	must(t, sweep.Close(t.Context()))
+}
+
+// TestTimesOfTheStoreAreBounded: a lock and a snapshot with times that no object can have are listed with times that an
+// object can have.
+func TestTimesOfTheStoreAreBounded(t *testing.T) {
+	store := newMemoryStore()
+	r := newRepository(t, store)
+	late := time.Date(9999, 12, 31, 23, 0, 0, 0, time.FixedZone("", -23*3600))
+	early := time.Date(0, 1, 1, 0, 0, 0, 0, time.FixedZone("", 23*3600))
+	content, err := json.Marshal(lockFile{Time: late, Since: early})
+	must(t, err)
+	id, sealed := r.sealFile(content)
+	must(t, store.Put(t.Context(), locksFolder+id.String(), sealed))
+	locks, _, err := r.ListLocks(t.Context(), 1)
+	must(t, err)
+	if len(locks) != 1 || !locks[0].Since.IsZero() {
+		t.Errorf("the locks are %+v", locks)
+	}
+	if l, err := r.readLock(t.Context(), namedFile{target.Object{Name: locksFolder + id.String(),
+		Size: int64(len(sealed))}, id}); err != nil || l.Time.UTC().Year() != 9999 {
+		t.Errorf("the lock is %+v, %v", l, err)
+	}
+	id, err = r.SaveSnapshot(t.Context(), Snapshot{Time: late, Tree: &blob.ID{}, Paths: []string{"/"}})
+	must(t, err)
+	f, err := r.FindSnapshot(t.Context(), id)
+	must(t, err)
+	if s, err := r.LoadSnapshot(t.Context(), f); err != nil || s.Time.UTC().Year() != 9999 {
+		t.Errorf("the snapshot is %+v, %v", s, err)
+	}
 }
 
 // TestOnlyStaleLocksAreRemoved: a lock is removed after 30 minutes of the store's clock, beside an exclusive session, too.

@@ -106,6 +106,7 @@ func (r *Repository) LoadSnapshot(ctx context.Context, f SnapshotFile) (Snapshot
 			if err := json.NewDecoder(plain).Decode(&s); err != nil {
 				return api.Errorf(api.Corrupt, "no JSON of a snapshot: %w", err)
 			}
+			s.Time = api.BoundTime(s.Time)
 			return nil
 		})
 	}

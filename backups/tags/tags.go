@@ -24,8 +24,9 @@ const (
 	tagsLimit       = 512
 	NameLimit       = 128 // bytes of a name, as the objects have it
 	labelsLimit     = 64
-	labelKeyLimit   = 320  // bytes: a prefix of 253, a slash and a name of 63
-	labelValueLimit = 1024 // bytes
+	labelKeyLimit   = 320                   // bytes: a prefix of 253, a slash and a name of 63
+	labelValueLimit = 1024                  // bytes
+	uploadLimit     = 2 * api.MaxVolumeSize // bytes; the sum over all backups of a volume fits into an int64
 )
 
 // Tags of the snapshot of a backup. The other tags are a key of tagKeys, '=' and a value, or labelTag, the key of a
@@ -141,14 +142,16 @@ func parseBytes(text string) (int64, bool) {
 
 // isSound reports whether objects of a kind can have the facts.
 func (f *Facts) isSound(kind string) bool {
-	_, err := time.Parse(time.RFC3339, f.SnapshotCreated)
+	created, err := time.Parse(time.RFC3339, f.SnapshotCreated)
+	isTime := err == nil && created.Equal(api.BoundTime(created))
 	sound := isName(f.Backup) && (f.Image == "" || isName(f.Image)) && f.Object.Validate() == nil &&
-		f.VolumeSize <= api.MaxVolumeSize && isHex(f.ImageDigest, sha256.Size) && isHex(f.ImageChecksum, sha512.Size)
+		f.VolumeSize <= api.MaxVolumeSize && f.Uploaded <= uploadLimit && isHex(f.ImageDigest, sha256.Size) &&
+		isHex(f.ImageChecksum, sha512.Size)
 	switch kind {
 	case kindVolume:
 		return sound && isName(f.Volume) && (f.Snapshot == "" || isName(f.Snapshot)) &&
 			(f.VolumeUID == "" || f.VolumeUID.Validate() == nil) &&
-			(f.SnapshotUID == "" || f.SnapshotUID.Validate() == nil) && (f.SnapshotCreated == "" || err == nil) &&
+			(f.SnapshotUID == "" || f.SnapshotUID.Validate() == nil) && (f.SnapshotCreated == "" || isTime) &&
 			(f.Mode == "" || f.Mode == api.BackupFull || f.Mode == api.BackupIncremental)
 	case kindImage:
 		return sound && api.ValidateImageName(f.Image) == nil && f.ImageDigest != "" && f.Volume == "" && f.Mode == "" &&

@@ -23,11 +23,20 @@ import (
 	"drover.io/drover/api"
 )
 
-// Object describes an object of a store.
+// Object describes an object of a store. Stores make an Object with NewObject.
 type Object struct {
 	Name     string
 	Size     int64
 	Modified time.Time // by the store's own clock
+}
+
+// largestObject is larger than every object of a repository: sums of sizes fit into an int64.
+const largestObject = 1 << 40
+
+// NewObject bounds what a server tells of an object: the size to 0 and largestObject, and the time as api.BoundTime
+// does. An object with another size than the server tells counts as damaged when it is read.
+func NewObject(name string, size int64, modified time.Time) Object {
+	return Object{name, min(max(size, 0), largestObject), api.BoundTime(modified)}
 }
 
 // Store keeps whole objects below names like "data/ab/abcd". Methods are safe for concurrent use, also by several

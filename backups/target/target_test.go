@@ -1,8 +1,10 @@
 package target_test
 
 import (
+	"math"
 	"strings"
 	"testing"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target"
@@ -44,6 +46,17 @@ func TestNamesStayInsideTheStore(t *testing.T) {
 	} {
 		if err := target.CheckPrefix(prefix); (err == nil) != good {
 			t.Errorf("prefix %q: %v, want good: %v", prefix, err, good)
+		}
+	}
+}
+
+// TestObjectsAreBounded: no size is negative, no sum of sizes of a long list is, and every time can be in an object of
+// the API server.
+func TestObjectsAreBounded(t *testing.T) {
+	for _, size := range []int64{math.MinInt64, -1, 0, 5, math.MaxInt64} {
+		o := target.NewObject("a", size, time.Unix(1<<60, 0))
+		if o.Size < 0 || o.Size > math.MaxInt64>>20 || size == 5 && o.Size != size || o.Modified.Year() > 9999 {
+			t.Errorf("%d bytes: %+v", size, o)
 		}
 	}
 }

@@ -37,7 +37,7 @@ func TestBucketWorksTheWholeWay(t *testing.T) {
 	must(t, err)
 	r, err := repo.Open(t.Context(), store, "right", repo.Options{Cache: t.TempDir()})
 	must(t, err)
-	s := &shelf{t, "", r}
+	s := &shelf{TB: t, r: r}
 	id := s.save(1<<20, factsOf("b").Tags()...)
 	w.sync("default")
 	b := w.backups()["b"]

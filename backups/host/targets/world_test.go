@@ -202,6 +202,7 @@ type hooks struct {
 	mu     sync.Mutex
 	before func(ctx context.Context, operation, name string) error
 	hidden map[string]bool // objects that no list shows
+	skewed time.Time       // of all objects in lists; zero: their own times
 	opens  int
 	closes int
 }
@@ -219,6 +220,13 @@ func (h *hooks) hide(names ...string) {
 	for _, n := range names {
 		h.hidden[n] = true
 	}
+}
+
+// skew gives all objects in lists a time.
+func (h *hooks) skew(at time.Time) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.skewed = at
 }
 
 func (h *hooks) counts() (opens, closes int) {
@@ -287,6 +295,9 @@ func (s *hookedStore) List(ctx context.Context, prefix string, each func(target.
 	return s.Store.List(ctx, prefix, func(o target.Object) error {
 		s.mu.Lock()
 		hidden := s.hidden[o.Name]
+		if !s.skewed.IsZero() {
+			o = target.NewObject(o.Name, o.Size, s.skewed) // as a store describes what its server tells
+		}
 		s.mu.Unlock()
 		if hidden {
 			return nil
@@ -307,6 +318,7 @@ type shelf struct {
 	testing.TB
 	dir string
 	r   *repo.Repository
+	now time.Time // of new snapshots
 }
 
 // newShelf makes a folder with a new repository.
@@ -321,7 +333,7 @@ func openShelf(t testing.TB, dir, password string) *shelf {
 	t.Helper()
 	r, err := repo.Open(t.Context(), openFolder(t, dir), password, repo.Options{Cache: t.TempDir(), Hostname: "elsewhere"})
 	must(t, err)
-	return &shelf{t, dir, r}
+	return &shelf{t, dir, r, time.Unix(1_700_000_000, 0)}
 }
 
 func openFolder(t testing.TB, dir string) target.Store {
@@ -359,7 +371,7 @@ func (s *shelf) saveMany(n int, tags ...[]string) (ids []blob.ID) {
 	must(s, w.Close())
 	must(s, blobs.Close())
 	for _, some := range tags {
-		id, err := s.r.SaveSnapshot(s.Context(), repo.Snapshot{Time: time.Unix(1_700_000_000, 0), Tree: &root,
+		id, err := s.r.SaveSnapshot(s.Context(), repo.Snapshot{Time: s.now, Tree: &root,
 			Paths: []string{"/volumes/v"}, Tags: some})
 		must(s, err)
 		ids = append(ids, id)

@@ -173,8 +173,7 @@ func (s *Store) Stat(ctx context.Context, name string) (target.Object, error) {
 	if err != nil {
 		return target.Object{}, op.failed(err)
 	}
-	return target.Object{Name: name, Size: valueOf(p.ContentLength, 0),
-		Modified: valueOf(p.LastModified, time.Time{})}, nil
+	return target.NewObject(name, valueOf(p.ContentLength, 0), valueOf(p.LastModified, time.Time{})), nil
 }
 
 // List implements target.Store.
@@ -220,8 +219,8 @@ func (s *Store) object(item *container.BlobItem, prefix string) (o target.Object
 	if !ok || !strings.HasPrefix(name, prefix) || target.CheckName(name) != nil {
 		return o, false
 	}
-	return target.Object{Name: name, Size: valueOf(item.Properties.ContentLength, 0),
-		Modified: valueOf(item.Properties.LastModified, time.Time{})}, true
+	return target.NewObject(name, valueOf(item.Properties.ContentLength, 0),
+		valueOf(item.Properties.LastModified, time.Time{})), true
 }
 
 // Delete implements target.Store. An error of one object ends the deletion of the others.

@@ -344,7 +344,7 @@ func (s *Store) Stat(ctx context.Context, name string) (target.Object, error) {
 	if err != nil {
 		return target.Object{}, err
 	}
-	return target.Object{Name: name, Size: st.Size(), Modified: st.ModTime()}, h.Close()
+	return target.NewObject(name, st.Size(), st.ModTime()), h.Close()
 }
 
 // List implements target.Store.
@@ -429,7 +429,7 @@ func (s *Store) listFile(name string, e fs.DirEntry, each func(target.Object) er
 	} else if err != nil {
 		return s.failed("list object "+name, err)
 	}
-	return each(target.Object{Name: name, Size: st.Size(), Modified: st.ModTime()})
+	return each(target.NewObject(name, st.Size(), st.ModTime()))
 }
 
 // Delete implements target.Store.

@@ -272,6 +272,29 @@ func TestDeleteNamesTheObjectThatFailed(t *testing.T) {
 	}
 }
 
+// TestListsOfAHostileServerAreBounded: sizes that no object has, and times that no object of the API server can have,
+// are moved into their bounds.
+func TestListsOfAHostileServerAreBounded(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		const object = "<Contents><Key>%s</Key><Size>%s</Size><LastModified>%s</LastModified></Contents>"
+		fmt.Fprintf(w, "<ListBucketResult>"+object+object+"</ListBucketResult>",
+			"a", "-5", "9999-12-31T23:59:59-23:00", "b", "9223372036854775807", "0000-01-01T00:00:00+23:00")
+	}))
+	defer server.Close()
+	n := 0
+	s := newStore(t, Config{Endpoint: server.URL, Region: "us-east-1"})
+	must(t, s.List(t.Context(), "", func(o target.Object) error {
+		n++
+		if o != target.NewObject(o.Name, o.Size, o.Modified) {
+			t.Errorf("%+v", o)
+		}
+		return nil
+	}))
+	if n != 2 {
+		t.Errorf("%d objects, want 2", n)
+	}
+}
+
 // TestPutIsOnePlainRequest: an object of 33 MiB is one PUT with Content-MD5 and Content-Length, without parts, chunks
 // and trailers, and a put of no bytes is, too.
 func TestPutIsOnePlainRequest(t *testing.T) {

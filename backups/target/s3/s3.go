@@ -150,7 +150,7 @@ func (s *Store) Stat(ctx context.Context, name string) (target.Object, error) {
 	if err != nil {
 		return target.Object{}, op.failed(err)
 	}
-	return target.Object{Name: name, Size: info.Size, Modified: info.LastModified}, nil
+	return target.NewObject(name, info.Size, info.LastModified), nil
 }
 
 // List implements target.Store.
@@ -194,7 +194,7 @@ func (s *Store) list(ctx context.Context, prefix string, deep bool, each func(ta
 			continue
 		}
 		op.Pause()
-		if err := each(target.Object{Name: name, Size: o.Size, Modified: o.LastModified}); err != nil {
+		if err := each(target.NewObject(name, o.Size, o.LastModified)); err != nil {
 			return err
 		}
 		op.Extend(0)

@@ -313,7 +313,7 @@ func (s *Store) Stat(ctx context.Context, name string) (object target.Object, er
 		if err != nil {
 			return op.notFound(name, err)
 		}
-		object = target.Object{Name: name, Size: st.Size(), Modified: st.ModTime()}
+		object = target.NewObject(name, st.Size(), st.ModTime())
 		return nil
 	})
 	return object, err
@@ -377,7 +377,7 @@ func (o *operation) list(dir, prefix string, most int64, each func(target.Object
 			o.Extend(0)
 			err = o.list(name, prefix, most-sent, each)
 		case e.Mode().IsRegular():
-			err = each(target.Object{Name: name, Size: e.Size(), Modified: e.ModTime()})
+			err = each(target.NewObject(name, e.Size(), e.ModTime()))
 		case e.Mode()&fs.ModeSymlink != 0: // Put and Get would follow the link
 			err = api.Errorf(api.Unsupported, "%s is a symbolic link; remove the link", name)
 		}
