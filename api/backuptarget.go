@@ -61,7 +61,7 @@ type BackupTargetSpec struct {
 	// LocksRequest asks, once for each new time, for a list of the locks of the repository in status.locks.
 	LocksRequest *LocksRequest `json:"locksRequest,omitempty"`
 	// KeyRequestedAt asks for the key file that opens with the recovery password, in status.keyFile until KeyRequestedAt
-	// is removed.
+	// is removed, for some minutes at most.
 	KeyRequestedAt *metav1.Time `json:"keyRequestedAt,omitempty"`
 }
 
@@ -217,6 +217,8 @@ type KeyFileFact struct {
 	// Name is that of the object in the folder keys, and the SHA-256 of Content.
 	Name    string `json:"name,omitempty"`
 	Content []byte `json:"content,omitempty"`
+	// ShownUntil is when Content is removed, whether KeyRequestedAt stays or not.
+	ShownUntil *metav1.Time `json:"shownUntil,omitempty"`
 }
 
 // VerificationParts is in how many parts a verification reads a repository.

@@ -52,6 +52,26 @@ func TestNameOfATagStopsNoVisit(t *testing.T) {
 	}
 }
 
+// TestHostileLabelsStopNoVisit: labels of the greatest allowed length, all of characters that JSON writes as six, hide
+// no other backup.
+func TestHostileLabelsStopNoVisit(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	hostile := factsOf("hostile").Tags()
+	for i := range 64 {
+		hostile = append(hostile, fmt.Sprintf("label:%03d%s=%s", i, strings.Repeat("\x01", 317),
+			strings.Repeat("\x02", 1024)))
+	}
+	s.saveMany(100, hostile, factsOf("other").Tags())
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	for _, name := range []string{"hostile", "other"} {
+		if b := w.backups()[name]; b == nil || b.Status.State != api.BackupCompleted {
+			t.Errorf("backup %s: %+v", name, b)
+		}
+	}
+}
+
 // TestFloodOfBackupsIsBounded: the store has more backups than a target may have Backups. The visit makes the allowed
 // ones, and says how many others exist.
 func TestFloodOfBackupsIsBounded(t *testing.T) {

@@ -3,12 +3,16 @@ package targets
 import (
 	"context"
 	"strings"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
 )
+
+// keyFileTime is how long a key file is in the status at most. The command that asked reads the key file at once.
+const keyFileTime = 2 * time.Minute
 
 // lockTextLimit bounds the names of a lock, which come from the store.
 const lockTextLimit = 64
@@ -72,7 +76,9 @@ func lockFact(l *repo.LockInfo) api.LockFact {
 	return f
 }
 
-func clip(text string) string { return strings.ToValidUTF8(text[:min(len(text), lockTextLimit)], "?") }
+func clip(text string) string {
+	return api.PlainText(strings.ToValidUTF8(text[:min(len(text), lockTextLimit)], "?"))
+}
 
 func (v *visit) readKeyFile(ctx context.Context, r *repo.Repository, p repo.Passwords,
 	request metav1.Time) *api.KeyFileFact {
@@ -90,4 +96,20 @@ func (v *visit) readKeyFile(ctx context.Context, r *repo.Repository, p repo.Pass
 		fact.Message = api.ClipMessage(err.Error())
 	}
 	return fact
+}
+
+// hideKeyFile removes a key file from the status that is no longer requested, or was shown for long enough: the command
+// that asked may have died. next is when a key file has to be removed; zero: none is shown.
+func hideKeyFile(t *api.BackupTarget, now time.Time) (next time.Time) {
+	k := t.Status.KeyFile
+	switch {
+	case t.Spec.KeyRequestedAt == nil:
+		t.Status.KeyFile = nil
+	case k == nil || k.Content == nil:
+	case k.ShownUntil != nil && now.Before(k.ShownUntil.Time):
+		return k.ShownUntil.Time
+	default:
+		t.Status.KeyFile = &api.KeyFileFact{Request: k.Request, Message: "the key file was shown long enough; ask again"}
+	}
+	return next
 }

@@ -1,6 +1,7 @@
 package targets
 
 import (
+	"context"
 	"os"
 	"path/filepath"
 	"strings"
@@ -79,6 +80,54 @@ func TestLocksOfATarget(t *testing.T) {
 	setReadOnly(false)
 	if got := w.requestLocks("default", true); got.Message != "" || got.Removed != 1 || got.Total != 0 {
 		t.Errorf("the removal: %+v", got)
+	}
+}
+
+// TestTimesOfAStoreAreBounded: times that no object can have, of the store's clock and of a snapshot, neither end the
+// visits nor hide a backup.
+func TestTimesOfAStoreAreBounded(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, api.PublishedPassword)
+	s.now = time.Date(9999, 12, 31, 23, 59, 59, 0, time.FixedZone("", -23*3600))
+	s.saveMany(100, factsOf("late").Tags())
+	lock, err := s.r.Lock(t.Context(), repo.Shared)
+	must(t, err)
+	t.Cleanup(func() { _ = lock.Close(context.WithoutCancel(t.Context())) })
+	w.addTarget("default", s.url(), "")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	if b := w.backups()["late"]; b == nil || b.Status.BackupCreatedAt != "9999-12-31T23:59:59Z" {
+		t.Errorf("the backup is %+v", b)
+	}
+	for _, at := range []time.Time{time.Unix(1<<40, 0), time.Unix(-1<<40, 0)} {
+		w.hooks.skew(at)
+		if got := w.requestLocks("default", false); got.Message != "" || len(got.Locks) != 1 {
+			t.Errorf("with objects of %v: %+v", at, got)
+		}
+	}
+}
+
+// TestKeyFileIsShownForAShortTime: the key file leaves the status although the command that asked has died, and comes
+// back with no visit.
+func TestKeyFileIsShownForAShortTime(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "an own password")
+	w.addTarget("default", s.url(), "an own password")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	secret := w.secret("default")
+	secret.Data[api.SecretRecoveryPassword] = []byte("in the safe")
+	must(t, w.Client.Update(w.Ctx, secret))
+	w.request("default", func(s *api.BackupTargetSpec, at metav1.Time) { s.KeyRequestedAt = &at })
+	w.awaitTarget("default", "its key file is read", func(t *api.BackupTarget) bool {
+		return t.Status.KeyFile != nil && len(t.Status.KeyFile.Content) > 0
+	})
+	w.clock.advance(keyFileTime)
+	w.wake("default")
+	w.awaitTarget("default", "the key file is hidden", func(t *api.BackupTarget) bool {
+		k := t.Status.KeyFile
+		return k != nil && k.Content == nil && k.Name == "" && strings.Contains(k.Message, "ask again")
+	})
+	if now := w.sync("default"); now.Spec.KeyRequestedAt == nil || now.Status.KeyFile.Content != nil {
+		t.Errorf("after a visit: %+v", now.Status.KeyFile)
 	}
 }
 

@@ -65,13 +65,13 @@ func (r *targetReconciler) setup(mgr ctrl.Manager) error {
 		Complete(r)
 }
 
-// isNews reports whether a backup became one to delete from the store, or one whose attempts fail.
+// isNews reports whether a backup became one to delete from the store, or an attempt of the backup failed.
 func isNews(old, now client.Object) bool {
 	_, before := old.GetAnnotations()[api.AnnotationForceDelete]
 	_, forced := now.GetAnnotations()[api.AnnotationForceDelete]
 	return !old.GetDeletionTimestamp().Equal(now.GetDeletionTimestamp()) || before != forced ||
 		old.(api.StoredBackup).Ended() != now.(api.StoredBackup).Ended() ||
-		isFailing(old.(api.StoredBackup)) != isFailing(now.(api.StoredBackup))
+		!nextTry(old.(api.StoredBackup)).Equal(nextTry(now.(api.StoredBackup)))
 }
 
 // returned reports whether a silent node is alive again, or a node is deleted. Silence itself has no event.

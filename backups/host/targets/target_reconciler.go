@@ -74,7 +74,7 @@ func (r *targetReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 		if err != nil {
 			return ctrl.Result{}, err
 		}
-		next = earlier(next, due)
+		next = earlier(earlier(next, due), hideKeyFile(t, now))
 		if again, err = r.releaseBackups(ctx, rec, backups); err != nil {
 			return ctrl.Result{}, err
 		}
@@ -159,6 +159,7 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 	}
 	rec.addTraceless(t, backups)
 	rec.requestSweep(t, now)
+	hideKeyFile(t, now)
 	if !equality.Semantic.DeepEqual(*before, t.Status) {
 		if err := r.Status().Update(ctx, t); err != nil {
 			rec.claimed = nil
@@ -246,7 +247,7 @@ func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, r
 	}
 	if !rec.visit.isRunning() {
 		if due := rec.nextVisit(t, backups, r.opts.Retry, now); isDue(due, now) {
-			r.startVisit(ctx, t, rec, now)
+			r.startVisit(ctx, t, rec, backups, now)
 		} else {
 			next = due
 		}
@@ -278,11 +279,13 @@ func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, r
 func isDue(at, now time.Time) bool { return !at.IsZero() && !now.Before(at) }
 
 // startVisit starts a visit.
-func (r *targetReconciler) startVisit(ctx context.Context, t *api.BackupTarget, rec *targetRecord, now time.Time) {
+func (r *targetReconciler) startVisit(ctx context.Context, t *api.BackupTarget, rec *targetRecord,
+	backups []api.StoredBackup, now time.Time) {
 	v := &visit{Client: r.Client, repositories: r.repositories, target: t.DeepCopy(), claim: rec.claimed,
 		memory: rec.memory, opts: r.opts, log: r.log}
 	rec.visit = startJob(ctx, r.jobs, t.Name, "visit", v.run)
 	if rec.visit != nil {
 		rec.visited, rec.generation, rec.visitedSpec, rec.claimed = now, t.Generation, v.target.Spec, nil
+		rec.failures = failuresOf(backups)
 	}
 }

@@ -2,7 +2,6 @@ package targets
 
 import (
 	"fmt"
-	"slices"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -20,6 +19,7 @@ type targetRecord struct {
 	visit       *job[visitResult]
 	visited     time.Time            // begin of the last visit; zero: none
 	generation  int64                // of the target at the last visit
+	failures    failures             // at the last visit
 	visitedSpec api.BackupTargetSpec // at the last visit
 	missingAt   time.Time            // visitResult.missingAt
 	claimed     *api.TargetClaim     // of this process; the next visit may make the repository
@@ -62,7 +62,7 @@ func (rec *targetRecord) nextVisit(t *api.BackupTarget, backups []api.StoredBack
 	if poll := t.Spec.Poll(); poll > 0 {
 		next = earlier(next, rec.visited.Add(max(poll, time.Second)))
 	}
-	if !t.Status.Available || slices.ContainsFunc(backups, isFailing) { // the store may be why backups fail
+	if !t.Status.Available || rec.failures.hasNew(backups) { // the store may be why an attempt failed
 		next = earlier(next, rec.visited.Add(retry))
 	}
 	if asked := t.Spec.SyncRequestedAt; asked != nil && !asked.Equal(t.Status.SyncedRequest) {
@@ -71,8 +71,37 @@ func (rec *targetRecord) nextVisit(t *api.BackupTarget, backups []api.StoredBack
 	return next
 }
 
-// isFailing reports whether the last attempt to make a backup failed.
-func isFailing(b api.StoredBackup) bool { return !b.Ended() && b.Common().Attempts > 0 }
+// failures are the backups whose last attempt failed, each with the time of the next attempt, which changes with each
+// failure. The pauses between attempts grow, and so do those between the visits that follow them.
+type failures map[types.UID]metav1.Time
+
+func failuresOf(backups []api.StoredBackup) failures {
+	all := failures{}
+	for _, b := range backups {
+		if next := nextTry(b); next != nil {
+			all[b.GetUID()] = *next
+		}
+	}
+	return all
+}
+
+// nextTry is the time of the next attempt after one that failed, or nil.
+func nextTry(b api.StoredBackup) *metav1.Time {
+	if b.Ended() {
+		return nil
+	}
+	return b.Common().NextTry
+}
+
+// hasNew reports whether an attempt of a backup failed that f does not have.
+func (f failures) hasNew(backups []api.StoredBackup) bool {
+	for uid, next := range failuresOf(backups) {
+		if seen, is := f[uid]; !is || !seen.Equal(&next) {
+			return true
+		}
+	}
+	return false
+}
 
 // nextSweep is when the next sweep begins; zero: never.
 func (rec *targetRecord) nextSweep(t *api.BackupTarget, delay time.Duration) time.Time {
@@ -135,10 +164,8 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 		st.Locks = v.locks
 	}
 	if v.keyFile != nil {
-		st.KeyFile = v.keyFile
-	}
-	if t.Spec.KeyRequestedAt == nil {
-		st.KeyFile = nil
+		until := metav1.NewTime(now.Add(keyFileTime).Truncate(time.Second))
+		st.KeyFile, v.keyFile.ShownUntil = v.keyFile, &until
 	}
 	if v.listed {
 		applyCount(t, v)

@@ -33,10 +33,10 @@ func TestResultOfAnotherStoreIsDropped(t *testing.T) {
 }
 
 // TestVisitsAreDue: a visit begins at once for a new target or spec, after the interval, after a shorter pause while
-// the target is unavailable or a backup fails, and when a missing backup may be deleted.
+// the target is unavailable or after an attempt that failed, and when a missing backup may be deleted.
 func TestVisitsAreDue(t *testing.T) {
 	now := time.Unix(1_700_000_000, 0)
-	backups := []api.StoredBackup{&api.Backup{}}
+	backups, again := []api.StoredBackup{&api.Backup{}}, metav1.NewTime(now.Add(time.Hour))
 	for name, c := range map[string]struct {
 		poll   time.Duration
 		down   bool
@@ -55,9 +55,17 @@ func TestVisitsAreDue(t *testing.T) {
 		"negative":    {-time.Hour, false, nil, -1},
 		"tiny":        {time.Nanosecond, false, nil, time.Second},
 		"unavailable": {0, true, nil, 30 * time.Second},
-		"failing backup": {time.Hour, false, func(_ *api.BackupTarget, _ *targetRecord) {
-			backups[0].Common().Attempts = 1
+		"failed attempt": {time.Hour, false, func(_ *api.BackupTarget, rec *targetRecord) {
+			backups[0].Common().NextTry = &again
+			rec.failures = failures{"": metav1.NewTime(again.Add(-time.Second))}
 		}, 30 * time.Second},
+		"failed attempt before the visit": {time.Hour, false, func(_ *api.BackupTarget, rec *targetRecord) {
+			backups[0].Common().NextTry = &again
+			rec.failures = failuresOf(backups)
+		}, time.Hour},
+		"failed backup": {time.Hour, false, func(_ *api.BackupTarget, _ *targetRecord) {
+			backups[0].Common().NextTry, backups[0].Common().State = &again, api.BackupError
+		}, time.Hour},
 		"missing": {time.Hour, false, func(_ *api.BackupTarget, rec *targetRecord) {
 			rec.missingAt = rec.visited.Add(time.Second)
 		}, time.Second},
@@ -66,7 +74,7 @@ func TestVisitsAreDue(t *testing.T) {
 		b.Status.Available = !c.down
 		visited := now.Add(-time.Minute)
 		rec := &targetRecord{visited: visited}
-		backups[0].Common().Attempts = 0
+		*backups[0].Common() = api.CommonBackupStatus{}
 		if c.change != nil {
 			c.change(b, rec)
 		}
