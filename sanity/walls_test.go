@@ -153,7 +153,9 @@ var walls = []wall{
 		"key files and packs are bytes; they know no store"},
 	{[]string{"backups/repo/index"}, []string{"api", "backups/repo/blob", "backups/repo/pack"},
 		"the index is bytes and a local file; it knows no store"},
-	{[]string{"driver/cli", "driver/kubeapi"}, []string{"api", "block"}, "commands and the API server know objects only"},
+	{[]string{"driver/kubeapi"}, []string{"api", "block"}, "the API server knows objects only"},
+	{[]string{"driver/cli"}, []string{"api", "block", "backups/repo/keys", "backups/repo/blob"},
+		"commands know objects only, and the key file that a person gets"},
 }
 
 // breach is the first forbidden import of p, or "".
@@ -216,6 +218,8 @@ func TestWallsRefuse(t *testing.T) {
 	}{
 		{"api", "block", true},
 		{"controller", "replicas/stack", true},
+		{"driver/cli", "backups/repo", true},
+		{"driver/cli", "backups/repo/keys", false},
 		{"controller", "api", false},
 		{"imagestore/format/qcow2", "replicas", true},
 		{"imagestore/format/qcow2", "imagestore/format/inflate", false},

@@ -54,14 +54,17 @@ func Until[T client.Object](ctx context.Context, c client.WithWatch, name string
 	}
 }
 
-// Gone returns once no object of that name and UID exists. Gone passes every version meanwhile to see, which may be
-// nil.
+// Gone returns once no object of that name and UID exists. Gone passes every version of the object meanwhile to see,
+// which may be nil.
 func Gone[T client.Object](ctx context.Context, c client.WithWatch, obj T, see func(T)) error {
 	_, err := Until(ctx, c, obj.GetName(), func(now T) (bool, error) {
+		if now.GetUID() != obj.GetUID() {
+			return true, nil
+		}
 		if see != nil {
 			see(now)
 		}
-		return now.GetUID() != obj.GetUID(), nil
+		return false, nil
 	})
 	if apierrors.IsNotFound(err) {
 		return nil

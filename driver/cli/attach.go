@@ -106,18 +106,17 @@ func attachVolume(ctx context.Context, c client.WithWatch, volume, node string, 
 		}
 	}
 	var att *api.Attachment
-	told := ""
+	why, remark := "", remarkOn(remarks, "volume", volume)
 	gone := api.Errorf(api.Busy, "volume %q was detached meanwhile", volume)
 	_, err := awaitObject(ctx, c, volume, gone, func(t *api.Attachment) (bool, error) {
-		att = t
-		if !t.Status.Ready && t.Status.Message != "" && t.Status.Message != told {
-			told = t.Status.Message
-			fmt.Fprintf(remarks, "volume %q waits: %s\n", volume, told)
+		if att = t; !t.Status.Ready {
+			why = t.Status.Message
+			remark(why)
 		}
 		return t.Status.Ready && t.Status.Device != "", nil
 	})
 	return att, explainTimeout(err, "volume %q is still being attached to node %q%s; see `drover volume show %s`", volume,
-		node, colon(told), volume)
+		node, colon(why), volume)
 }
 
 // checkStrictLocal refuses to attach a strict-local volume on a node without its data.
@@ -137,9 +136,9 @@ func (a *app) volumeDetach() *cobra.Command {
 	var force bool
 	c := &cobra.Command{
 		Use: "detach NAME...", Short: "Take a volume's device away; refused while it is mounted",
-		Long: "Take a volume's device away, after its last writes are on the disk. Refused while it " +
-			"is mounted or open, and\n" +
-			"waits while writes wait for room.\n\nWith --force the command waits for no I/O: unanswered I/O fails, " +
+		Long: "Take a volume's device away, after its last writes are on the disk. Refused while it is mounted. Waits\n" +
+			"while a program has it open, and while writes wait for room; the detach continues without the command.\n\n" +
+			"With --force the command waits for no I/O: unanswered I/O fails, " +
 			"programs that have the device open or mounted get\nerrors, and writes since the last sync may be lost.",
 		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(volumes, false),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -150,7 +149,7 @@ func (a *app) volumeDetach() *cobra.Command {
 				return err
 			}
 			for _, name := range left {
-				was, err := detachVolume(ctx, c, name, force)
+				was, err := detachVolume(ctx, c, name, force, cmd.ErrOrStderr())
 				if err != nil {
 					return err
 				}
@@ -168,8 +167,9 @@ func (a *app) volumeDetach() *cobra.Command {
 }
 
 // detachVolume deletes the attachment and waits until the device is gone. detachVolume reports whether an attachment
-// existed.
-func detachVolume(ctx context.Context, c client.WithWatch, volume string, force bool) (bool, error) {
+// existed. A remark says why the detach waits.
+func detachVolume(ctx context.Context, c client.WithWatch, volume string, force bool, remarks io.Writer) (
+	bool, error) {
 	var v api.Volume
 	if err := getObject(ctx, c, "volume", volume, &v); err != nil {
 		return false, err
@@ -199,5 +199,5 @@ func detachVolume(ctx context.Context, c client.WithWatch, volume string, force 
 	if err != nil && !apierrors.IsNotFound(err) {
 		return true, explain(ctx, err)
 	}
-	return true, awaitGone(ctx, c, "attachment", att, func(t *api.Attachment) string { return t.Status.Message })
+	return true, awaitGone(ctx, c, remarks, "attachment", att, func(t *api.Attachment) string { return t.Status.Message })
 }

@@ -15,7 +15,6 @@ import (
 	"github.com/spf13/cobra"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/cli-runtime/pkg/printers"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -64,10 +63,7 @@ func (a *app) backupCreate() *cobra.Command {
 			}
 			result := fmt.Sprintf("backup %q created: follow it with `drover backup show %s`", b.Name, b.Name)
 			if f.wait {
-				p := progress.New(cmd.ErrOrStderr(), "backup "+b.Name)
-				b, err = awaitBackup(ctx, c, b, p)
-				p.Clear()
-				if err != nil {
+				if b, err = awaitBackup(ctx, c, b, cmd.ErrOrStderr()); err != nil {
 					return err
 				}
 				result = fmt.Sprintf("backup %q of volume %q completed: %s, %s uploaded, %s, in %s%s", b.Name, b.Spec.Volume,
@@ -114,14 +110,10 @@ func (f *backupFlags) newBackup(ctx context.Context, c client.Client, volume str
 			return nil, usagef("snapshot %q is one of volume %q, not of %q", s.Name, s.Spec.Volume, volume)
 		}
 	}
-	var t api.BackupTarget
-	if err := getTarget(ctx, c, f.target, &t); err != nil {
+	if err := checkWritable(ctx, c, f.target); err != nil {
 		return nil, err
 	}
-	if why := t.ExplainReadOnly(); why != "" {
-		return nil, api.Errorf(api.InUse, "target %q %s", t.Name, why)
-	}
-	b := &api.Backup{Spec: api.BackupSpec{BackupTargetName: t.Name, Volume: volume, SnapshotName: f.snapshot,
+	b := &api.Backup{Spec: api.BackupSpec{BackupTargetName: f.target, Volume: volume, SnapshotName: f.snapshot,
 		BackupMode: api.BackupIncremental, Labels: f.labels}}
 	if f.full {
 		b.Spec.BackupMode = api.BackupFull
@@ -172,8 +164,11 @@ func explainBackupEnd(err error, b api.StoredBackup, continues bool) error {
 }
 
 // awaitBackup follows a backup until it is completed or has an error. Each reason for waiting is a remark.
-func awaitBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b T, p *progress.Bar) (T, error) {
-	name, uid, why := b.GetName(), b.GetUID(), ""
+func awaitBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b T, remarks io.Writer) (T, error) {
+	name, uid := b.GetName(), b.GetUID()
+	p := progress.New(remarks, "backup "+name)
+	defer p.Clear()
+	remark := remarkOn(p, "backup", name)
 	gone := api.Errorf(api.NotFound, "backup %q was deleted meanwhile", name)
 	last := b
 	err := throughRestarts(ctx, p, func() error {
@@ -191,10 +186,7 @@ func awaitBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b 
 				p.Show("in-progress", st.BytesDone, st.BytesTotal)
 			default:
 				p.Show("pending", 0, 0)
-				if st.Message != why && st.Message != "" {
-					p.Remark("backup %q waits: %s\n", name, printers.EscapeTerminal(st.Message))
-				}
-				why = st.Message
+				remark(st.Message)
 			}
 			return false, nil
 		})
@@ -408,17 +400,11 @@ func deleteBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b
 	if !wait {
 		return nil
 	}
-	told := ""
-	return awaitGone(ctx, c, "backup", b, func(now T) string {
-		why, st := "", now.Common()
-		if st.State == api.BackupDeleting {
-			why = st.Message
+	return awaitGone(ctx, c, remarks, "backup", b, func(now T) string {
+		if st := now.Common(); st.State == api.BackupDeleting {
+			return st.Message
 		}
-		if why != told && why != "" {
-			fmt.Fprintf(remarks, "backup %q waits: %s\n", now.GetName(), printers.EscapeTerminal(why))
-		}
-		told = why
-		return why
+		return ""
 	})
 }
 

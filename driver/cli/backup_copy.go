@@ -11,7 +11,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/driver/cli/progress"
 )
 
 // copyFlags are the flags of a copy.
@@ -47,10 +46,7 @@ func (a *app) backupCopy() *cobra.Command {
 			}
 			result := fmt.Sprintf("backup %q created: follow it with `drover backup show %s`", b.Name, b.Name)
 			if f.wait {
-				p := progress.New(cmd.ErrOrStderr(), "backup "+b.Name)
-				b, err = awaitBackup(ctx, c, b, p)
-				p.Clear()
-				if err != nil {
+				if b, err = awaitBackup(ctx, c, b, cmd.ErrOrStderr()); err != nil {
 					return err
 				}
 				result = fmt.Sprintf("backup %q is a copy of %q in target %q: %s, %s uploaded, in %s", b.Name, left[0], f.to,
@@ -77,12 +73,8 @@ func (f *copyFlags) newCopy(ctx context.Context, c client.Client, of string) (*a
 	if origin.Target() == f.to {
 		return nil, usagef("backup %q lies in target %q already", of, f.to)
 	}
-	var t api.BackupTarget
-	if err := getTarget(ctx, c, f.to, &t); err != nil {
+	if err := checkWritable(ctx, c, f.to); err != nil {
 		return nil, err
-	}
-	if why := t.ExplainReadOnly(); why != "" {
-		return nil, api.Errorf(api.InUse, "target %q %s", t.Name, why)
 	}
 	name := f.name
 	if name == "" {

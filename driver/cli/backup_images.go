@@ -16,7 +16,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
-	"drover.io/drover/driver/cli/progress"
 )
 
 func (a *app) imageBackup() *cobra.Command {
@@ -49,10 +48,7 @@ func (a *app) imageBackup() *cobra.Command {
 			}
 			result := fmt.Sprintf("backup %q created: follow it with `drover backup images %s`", b.Name, b.Name)
 			if wait {
-				p := progress.New(cmd.ErrOrStderr(), "backup "+b.Name)
-				b, err = awaitBackup(ctx, c, b, p)
-				p.Clear()
-				if err != nil {
+				if b, err = awaitBackup(ctx, c, b, cmd.ErrOrStderr()); err != nil {
 					return err
 				}
 				result = fmt.Sprintf("backup %q of image %q completed: %s, %s uploaded, in %s", b.Name, left[0],
@@ -78,16 +74,12 @@ func newImageBackup(ctx context.Context, c client.Client, image, target, name st
 	if digest == "" {
 		return nil, api.Errorf(api.Unavailable, "image %q is not ready: see `drover image show %s`", image, image)
 	}
-	var t api.BackupTarget
-	if err := getTarget(ctx, c, target, &t); err != nil {
+	if err := checkWritable(ctx, c, target); err != nil {
 		return nil, err
 	}
-	if why := t.ExplainReadOnly(); why != "" {
-		return nil, api.Errorf(api.InUse, "target %q %s", t.Name, why)
-	}
-	b := &api.BackupBackingImage{Spec: api.BackupBackingImageSpec{BackupTargetName: t.Name, BackingImageName: image,
+	b := &api.BackupBackingImage{Spec: api.BackupBackingImageSpec{BackupTargetName: target, BackingImageName: image,
 		UserCreated: true, Digest: digest}}
-	b.Name = cmp.Or(name, api.ImageBackupName(image, digest, t.Name))
+	b.Name = cmp.Or(name, api.ImageBackupName(image, digest, target))
 	return b, checkName("backup", b.Name)
 }
 

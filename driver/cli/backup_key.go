@@ -23,9 +23,6 @@ import (
 	"drover.io/drover/driver/cli/recoverykey"
 )
 
-// keyCleanup bounds the withdrawal of a request for the key file.
-const keyCleanup = 10 * time.Second
-
 func (a *app) backupKey() *cobra.Command {
 	c := groupCommand("key", "The recovery key of a target's repository")
 	c.AddCommand(a.backupKeyExport())
@@ -90,6 +87,9 @@ func exportKey(ctx context.Context, c client.WithWatch, name string, remarks io.
 			"key is secret: make a Secret with %s first", name, api.PublishedPassword, api.SecretBackupPassword)
 	}
 	password, err := ensureRecoveryPassword(ctx, c, *ref)
+	if err == nil {
+		err = recoverykey.CheckPassword(password) // before the repository gets a key file for it
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -103,7 +103,7 @@ func exportKey(ctx context.Context, c client.WithWatch, name string, remarks io.
 		return nil, err
 	}
 	defer func() {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), keyCleanup)
+		ctx, cancel := cleanup(ctx)
 		defer cancel()
 		err = errors.Join(err, requestOf(ctx, c, name, func(t *api.BackupTarget) error {
 			if asked.Equal(t.Spec.KeyRequestedAt) { // a later request is of another command

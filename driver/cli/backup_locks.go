@@ -113,7 +113,7 @@ func listLocks(ctx context.Context, c client.WithWatch, name string, remove bool
 func awaitAnswer(ctx context.Context, c client.WithWatch, name, late string, remarks io.Writer,
 	answered func(*api.BackupTarget) bool) (*api.BackupTarget, error) {
 	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
-	remark, why := remarkOn(remarks), ""
+	remark, why := remarkOnTarget(remarks, name), ""
 	t, err := awaitObject(ctx, c, name, gone, func(t *api.BackupTarget) (bool, error) {
 		if answered(t) {
 			return true, nil

@@ -182,7 +182,9 @@ func (m *backupMounting) mount(ctx context.Context) (err error) {
 		if err == nil {
 			return
 		}
-		if rerr := removeBackupMount(context.WithoutCancel(ctx), m.c, &m.volume); rerr != nil {
+		ctx, cancel := cleanup(ctx)
+		defer cancel()
+		if rerr := removeBackupMount(ctx, m.c, &m.volume, m.remarks); rerr != nil {
 			err = fmt.Errorf("%w; volume %q is left, remove it with `drover backup unmount`: %w", err, m.volume.Name, rerr)
 		}
 	}()
@@ -227,7 +229,7 @@ func (a *app) backupUnmount() *cobra.Command {
 					return err
 				}
 				for i := range found {
-					if err := removeBackupMount(ctx, c, &found[i]); err != nil {
+					if err := removeBackupMount(ctx, c, &found[i], cmd.ErrOrStderr()); err != nil {
 						return err
 					}
 				}
@@ -285,7 +287,7 @@ func findBackupMounts(ctx context.Context, c client.Client, node, text string) (
 
 // removeBackupMount undoes a mount, however far the mount came. The detach waits for no read, because the store of the
 // backup may be away for good.
-func removeBackupMount(ctx context.Context, c client.WithWatch, v *api.Volume) error {
+func removeBackupMount(ctx context.Context, c client.WithWatch, v *api.Volume, remarks io.Writer) error {
 	att, err := getAttachment(ctx, c, v.Name)
 	if err != nil {
 		return err
@@ -302,11 +304,11 @@ func removeBackupMount(ctx context.Context, c client.WithWatch, v *api.Volume) e
 	if err := filesystem.UnmountVolume(ctx, v.Status.UID, device); err != nil {
 		return err
 	}
-	if _, err := detachVolume(ctx, c, v.Name, true); err != nil && !api.Is(err, api.NotFound) {
+	if _, err := detachVolume(ctx, c, v.Name, true, remarks); err != nil && !api.Is(err, api.NotFound) {
 		return err
 	}
 	if err := c.Delete(ctx, v, client.Preconditions{UID: &v.UID}); client.IgnoreNotFound(err) != nil {
 		return explain(ctx, err)
 	}
-	return awaitGone(ctx, c, "volume", v, unreadyReason)
+	return awaitGone(ctx, c, remarks, "volume", v, undeletedReason)
 }

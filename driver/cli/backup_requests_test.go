@@ -2,8 +2,6 @@ package cli_test
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"os"
 	"path/filepath"
 	"strings"
@@ -16,6 +14,8 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/repo/keys"
 )
 
 // TestBackupMountRefusesAtOnce: backup mount and unmount refuse wrong lines and unknown backups, and make no volume.
@@ -153,10 +153,16 @@ func TestKeyExport(t *testing.T) {
 		}
 		return r
 	}
-	content := []byte(`{"kdf":"scrypt"}`)
-	sum := sha256.Sum256(content)
+	keyFile := func(password string) api.KeyFileFact {
+		content, err := keys.Wrap(blob.Secret{}, password, "host", "user")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return api.KeyFileFact{Name: blob.Sum(content).String(), Content: content}
+	}
 	run(api.KeyFileFact{Message: "the target is read-only"}).mustSay(t, 1, "the target is read-only")
-	run(api.KeyFileFact{Name: hex.EncodeToString(sum[:]), Content: content[1:]}).mustSay(t, 1, "does not match its name")
+	run(api.KeyFileFact{Name: strings.Repeat("ab", 32), Content: []byte("{}")}).mustSay(t, 1, "does not match its name")
+	run(keyFile("of another target")).mustSay(t, 1, "does not open with this password")
 	if _, err := os.Stat(file); err == nil {
 		t.Error("a failed export writes the file")
 	}
@@ -167,7 +173,7 @@ func TestKeyExport(t *testing.T) {
 	if len(password) < 26 {
 		t.Errorf("the Secret has the recovery password %q", password)
 	}
-	r := run(api.KeyFileFact{Name: hex.EncodeToString(sum[:]), Content: content})
+	r := run(keyFile(password))
 	r.mustSay(t, 0, file)
 	text, err := os.ReadFile(file)
 	if err != nil || !strings.Contains(string(text), "\npassword: "+password+"\n") {
@@ -177,4 +183,12 @@ func TestKeyExport(t *testing.T) {
 		t.Error("the command prints the password")
 	}
 	drover(t, export("exported")...).mustSay(t, 5, "exists already")
+	if err := os.Remove(file); err != nil {
+		t.Fatal(err)
+	}
+	secret.Data[api.SecretRecoveryPassword] = []byte(" blank\n")
+	if err := store.Update(ctx, secret); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, export("exported")...).mustSay(t, 2, "white space around it")
 }

@@ -115,7 +115,7 @@ func verifyTarget(ctx context.Context, c client.WithWatch, name string, remarks 
 		return nil, err
 	}
 	p := progress.New(remarks, "target "+name)
-	remark, why := remarkOn(remarks), ""
+	remark, why := remarkOnTarget(remarks, name), ""
 	t, err := awaitObject(ctx, c, name, gone, func(t *api.BackupTarget) (bool, error) {
 		v := t.Status.Verification
 		if v == nil || v.Request == nil || v.Request.Before(&asked) {

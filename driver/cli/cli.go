@@ -24,7 +24,6 @@ import (
 	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/cli-runtime/pkg/printers"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -132,7 +131,7 @@ func Report(w io.Writer, err error) int {
 	code := ExitCode(err)
 	if err != nil {
 		fmt.Fprintln(w, "drover:",
-			printers.EscapeTerminal(strings.ReplaceAll(err.Error(), context.Canceled.Error(), "interrupted")))
+			api.PlainText(strings.ReplaceAll(err.Error(), context.Canceled.Error(), "interrupted")))
 	}
 	return code
 }

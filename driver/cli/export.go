@@ -149,7 +149,9 @@ func (a *app) volumeExport() *cobra.Command {
 				return explain(ctx, err)
 			}
 			defer func() {
-				err = errors.Join(err, explain(ctx, client.IgnoreNotFound(c.Delete(context.WithoutCancel(ctx), s))))
+				ctx, cancel := cleanup(ctx)
+				defer cancel()
+				err = errors.Join(err, explain(ctx, client.IgnoreNotFound(c.Delete(ctx, s))))
 			}()
 			gone := api.Errorf(api.NotFound, "the snapshot was deleted meanwhile")
 			if _, err := awaitObject(ctx, c, s.Name, gone, func(s *api.Snapshot) (bool, error) {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -171,15 +172,11 @@ func deleteImage(ctx context.Context, c client.WithWatch, name string, remarks i
 	if err != nil && !apierrors.IsNotFound(err) {
 		return explain(ctx, err)
 	}
-	told := ""
-	return awaitGone(ctx, c, "image", &img, func(i *api.BackingImage) string {
-		for _, cond := range i.Status.Conditions {
-			if cond.Type == "InUse" && cond.Reason != "NoVolume" && cond.Message != told {
-				told = cond.Message
-				fmt.Fprintf(remarks, "image %q: %s\n", name, told)
-			}
+	return awaitGone(ctx, c, remarks, "image", &img, func(i *api.BackingImage) string {
+		if cond := meta.FindStatusCondition(i.Status.Conditions, "InUse"); cond != nil && cond.Reason != "NoVolume" {
+			return cond.Message
 		}
-		return i.Status.Message
+		return ""
 	})
 }
 

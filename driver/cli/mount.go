@@ -83,7 +83,9 @@ func (m *mounting) mountVolume(ctx context.Context) (err error) {
 	}
 	defer func() {
 		if err != nil && before == nil { // restore the former state
-			_, derr := detachVolume(context.WithoutCancel(ctx), m.c, m.volume, false)
+			ctx, cancel := cleanup(ctx)
+			defer cancel()
+			_, derr := detachVolume(ctx, m.c, m.volume, false, m.remarks)
 			err = errors.Join(err, derr)
 		}
 	}()
@@ -133,7 +135,7 @@ func (m *mounting) ensureFilesystem(ctx context.Context, stood bool) (err error)
 			"does not format the volume again; repair the filesystem on %s, or restore the "+
 			"volume", m.volume, had, m.att.Status.Device)
 	case stood && m.att.Status.Blank:
-		if _, err := detachVolume(ctx, m.c, m.volume, false); err != nil {
+		if _, err := detachVolume(ctx, m.c, m.volume, false, m.remarks); err != nil {
 			return err
 		}
 		if m.att, err = attachVolume(ctx, m.c, m.volume, m.node, false, m.remarks); err != nil {
@@ -219,7 +221,7 @@ func (a *app) volumeUmount() *cobra.Command {
 				return err
 			}
 			for _, name := range left {
-				if err := unmountVolume(ctx, c, name, keep); err != nil {
+				if err := unmountVolume(ctx, c, name, keep, cmd.ErrOrStderr()); err != nil {
 					return err
 				}
 				a.printOutcome(cmd, "volume", name, map[bool]string{true: "unmounted", false: "unmounted and detached"}[keep])
@@ -231,7 +233,7 @@ func (a *app) volumeUmount() *cobra.Command {
 	return c
 }
 
-func unmountVolume(ctx context.Context, c client.WithWatch, volume string, keep bool) error {
+func unmountVolume(ctx context.Context, c client.WithWatch, volume string, keep bool, remarks io.Writer) error {
 	var v api.Volume
 	if err := getObject(ctx, c, "volume", volume, &v); err != nil {
 		return err
@@ -257,6 +259,6 @@ func unmountVolume(ctx context.Context, c client.WithWatch, volume string, keep 
 	if keep || att == nil {
 		return nil
 	}
-	_, err = detachVolume(ctx, c, volume, false)
+	_, err = detachVolume(ctx, c, volume, false, remarks)
 	return err
 }

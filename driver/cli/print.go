@@ -177,19 +177,22 @@ func printTable(w io.Writer, header string, rows [][]string) error {
 	for _, r := range rows {
 		cells := make([]any, len(r))
 		for i, text := range r {
-			cells[i] = cmp.Or(text, "-")
+			cells[i] = cmp.Or(api.PlainText(text), "-")
 		}
 		t.Rows = append(t.Rows, metav1.TableRow{Cells: cells})
 	}
 	return printers.NewTablePrinter(printers.PrintOptions{}).PrintObj(t, w)
 }
 
-// printFields writes "Name:  value" lines without control characters, except empty values.
+// oneLine replaces control characters and ends of lines.
+func oneLine(text string) string { return strings.ReplaceAll(api.PlainText(text), "\n", " ") }
+
+// printFields writes "Name:  value" lines without control characters and ends of lines, except empty values.
 func printFields(w io.Writer, pairs ...string) {
 	tw := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
 	for i := 0; i+1 < len(pairs); i += 2 {
-		if pairs[i+1] != "" {
-			fmt.Fprintf(tw, "%s:\t%s\n", pairs[i], printers.EscapeTerminal(pairs[i+1]))
+		if text := oneLine(pairs[i+1]); text != "" {
+			fmt.Fprintf(tw, "%s:\t%s\n", pairs[i], text)
 		}
 	}
 	_ = tw.Flush()

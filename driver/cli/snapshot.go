@@ -214,7 +214,7 @@ func (a *app) snapshotDelete() *cobra.Command {
 					return explain(ctx, err)
 				}
 				why := func(s *api.Snapshot) string { return s.Status.Error }
-				if err = awaitGone(ctx, c, "snapshot", &s, why); err != nil {
+				if err = awaitGone(ctx, c, cmd.ErrOrStderr(), "snapshot", &s, why); err != nil {
 					return err
 				}
 				a.printOutcome(cmd, "snapshot", name, "deleted")

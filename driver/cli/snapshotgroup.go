@@ -70,7 +70,7 @@ func (a *app) deleteGroup(ctx context.Context, cmd *cobra.Command, c client.With
 		return explain(ctx, err)
 	}
 	why := func(g *api.SnapshotGroup) string { return g.Status.Error }
-	if err := awaitGone(ctx, c, "snapshot group", &g, why); err != nil {
+	if err := awaitGone(ctx, c, cmd.ErrOrStderr(), "snapshot group", &g, why); err != nil {
 		return err
 	}
 	a.printOutcome(cmd, "snapshot group", name, "deleted")

@@ -16,7 +16,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/duration"
-	"k8s.io/cli-runtime/pkg/printers"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -209,18 +208,14 @@ func unavailableReason(t *api.BackupTarget) *metav1.Condition {
 	return cond
 }
 
-// remarkOn returns a function that writes each new reason why a target is unavailable, as a remark.
-func remarkOn(remarks io.Writer) func(*api.BackupTarget) (why string) {
-	why := ""
-	return func(t *api.BackupTarget) string {
-		now := ""
+// remarkOnTarget returns a function that writes each new reason why a target is unavailable, as a remark.
+func remarkOnTarget(remarks io.Writer, name string) func(*api.BackupTarget) (why string) {
+	remark := remarkOn(remarks, "target", name)
+	return func(t *api.BackupTarget) (why string) {
 		if cond := unavailableReason(t); cond != nil {
-			now = cmp.Or(cond.Message, t.Status.Message, cond.Reason)
+			why = cmp.Or(cond.Message, t.Status.Message, cond.Reason)
 		}
-		if now != why && now != "" {
-			fmt.Fprintf(remarks, "target %q waits: %s\n", t.Name, printers.EscapeTerminal(now))
-		}
-		why = now
+		remark(why)
 		return why
 	}
 }
@@ -228,7 +223,7 @@ func remarkOn(remarks io.Writer) func(*api.BackupTarget) (why string) {
 // awaitTarget waits until the target is available. A reason that only a user can end is an error.
 func awaitTarget(ctx context.Context, c client.WithWatch, name string, remarks io.Writer) (*api.BackupTarget, error) {
 	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
-	remark, why := remarkOn(remarks), ""
+	remark, why := remarkOnTarget(remarks, name), ""
 	t, err := awaitObject(ctx, c, name, gone, func(t *api.BackupTarget) (bool, error) {
 		cond := unavailableReason(t)
 		switch {
@@ -316,6 +311,18 @@ func getTarget(ctx context.Context, c client.Client, name string, t *api.BackupT
 			"target; `drover target list` shows all", name)
 	}
 	return err
+}
+
+// checkWritable refuses a target in which Drover makes no backup.
+func checkWritable(ctx context.Context, c client.Client, name string) error {
+	var t api.BackupTarget
+	if err := getTarget(ctx, c, name, &t); err != nil {
+		return err
+	}
+	if why := t.ExplainReadOnly(); why != "" {
+		return api.Errorf(api.InUse, "target %q %s", name, why)
+	}
+	return nil
 }
 
 func describeTarget(w io.Writer, t *api.BackupTarget) {
@@ -429,7 +436,6 @@ func requestOf(ctx context.Context, c client.WithWatch, name string, change func
 
 // syncTarget asks for a list of the store, and waits until the target's node has followed this request or a later one.
 func syncTarget(ctx context.Context, c client.WithWatch, name string, remarks io.Writer) (*api.BackupTarget, error) {
-	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
 	var asked metav1.Time
 	err := requestOf(ctx, c, name, func(t *api.BackupTarget) error {
 		asked = api.NewRequest(t.Spec.SyncRequestedAt)
@@ -439,17 +445,16 @@ func syncTarget(ctx context.Context, c client.WithWatch, name string, remarks io
 	if err != nil {
 		return nil, err
 	}
-	remark, why := remarkOn(remarks), ""
-	t, err := awaitObject(ctx, c, name, gone, func(t *api.BackupTarget) (bool, error) {
-		if t.Status.SyncedRequest == nil || t.Status.SyncedRequest.Before(&asked) {
-			why = remark(t)
-			return false, nil
-		}
-		if cond := unavailableReason(t); cond != nil {
-			return true, api.Errorf(api.Other, "target %q is unavailable: %s; see `drover target show %[1]s`", name,
-				cmp.Or(cond.Message, cond.Reason))
-		}
-		return true, nil
-	})
-	return t, explainTimeout(err, "the store of target %q was not searched yet%s", name, colon(why))
+	t, err := awaitAnswer(ctx, c, name, "the store of target %q was not searched yet%s", remarks,
+		func(t *api.BackupTarget) bool {
+			return t.Status.SyncedRequest != nil && !t.Status.SyncedRequest.Before(&asked)
+		})
+	if err != nil {
+		return nil, err
+	}
+	if cond := unavailableReason(t); cond != nil {
+		err = api.Errorf(api.Other, "target %q is unavailable: %s; see `drover target show %[1]s`", name,
+			cmp.Or(cond.Message, cond.Reason))
+	}
+	return t, err
 }

@@ -80,7 +80,8 @@ func deleteTarget(ctx context.Context, cmd *cobra.Command, c client.WithWatch, n
 		if err := c.Delete(ctx, &t, client.Preconditions{UID: &t.UID}); client.IgnoreNotFound(err) != nil {
 			return 0, explain(ctx, err)
 		}
-		if err := awaitGone(ctx, c, "target", &t, func(t *api.BackupTarget) string { return t.Status.Message }); err != nil {
+		none := func(*api.BackupTarget) string { return "" } // a target without a finalizer waits for nothing
+		if err := awaitGone(ctx, c, cmd.ErrOrStderr(), "target", &t, none); err != nil {
 			return 0, err
 		}
 		if ref := t.Spec.CredentialSecret; ref != nil {

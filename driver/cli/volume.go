@@ -200,7 +200,7 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 	ready func(*api.Volume) bool, counts ...func(*api.Volume) bool) (
 	*api.Volume, error) {
 	var vol *api.Volume
-	told := ""
+	remark := remarkOn(remarks, "volume", name)
 	gone := api.Errorf(api.NotFound, "volume %q was deleted meanwhile", name)
 	_, err := awaitObject(ctx, c, name, gone, func(v *api.Volume) (bool, error) {
 		vol = v
@@ -223,10 +223,7 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 			r.State == api.CloneInitiated && r.Message == "" && r.Progress < 100 {
 			why = fmt.Sprintf("%d %% of backup %q are restored", r.Progress/10*10, r.Backup)
 		}
-		if why != "" && why != told {
-			told = why
-			fmt.Fprintf(remarks, "volume %q waits: %s\n", name, why)
-		}
+		remark(why)
 		return false, nil
 	})
 	if vol == nil {
@@ -244,6 +241,14 @@ func unreadyReason(v *api.Volume) string {
 		}
 	}
 	return v.Status.Message
+}
+
+// undeletedReason returns why the deletion of a volume waits.
+func undeletedReason(v *api.Volume) string {
+	if v.Status.State == api.VolumeDeleting {
+		return v.Status.Message
+	}
+	return ""
 }
 
 func (a *app) volumeList() *cobra.Command {
@@ -525,7 +530,7 @@ func (a *app) volumeDelete() *cobra.Command {
 					a.printOutcome(cmd, "volume", name, "deleted; its data is deleted with the last of its snapshots")
 					continue
 				}
-				if err = awaitGone(ctx, c, "volume", &v, unreadyReason); err != nil {
+				if err = awaitGone(ctx, c, cmd.ErrOrStderr(), "volume", &v, undeletedReason); err != nil {
 					return err
 				}
 				a.printOutcome(cmd, "volume", name, "deleted")

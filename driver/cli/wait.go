@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/url"
 	"slices"
 	"strings"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -39,11 +41,35 @@ func isUnserved(err error) bool {
 		}))
 }
 
-// awaitGone waits until an object is deleted. why explains the wait, for the message of a timeout.
-func awaitGone[T client.Object](ctx context.Context, c client.WithWatch, noun string, obj T, why func(T) string) error {
-	held := ""
-	err := explain(ctx, await.Gone(ctx, c, obj, func(now T) { held = why(now) }))
+// awaitGone waits until an object is deleted. why explains the wait, for a remark and for the message of a timeout.
+func awaitGone[T client.Object](ctx context.Context, c client.WithWatch, remarks io.Writer, noun string, obj T,
+	why func(T) string) error {
+	held, remark := "", remarkOn(remarks, noun, obj.GetName())
+	err := explain(ctx, await.Gone(ctx, c, obj, func(now T) {
+		held = why(now)
+		remark(held)
+	}))
 	return explainTimeout(err, "the deletion of %s %q continues%s", noun, obj.GetName(), colon(held))
+}
+
+// remarkOn returns a function that writes each new reason for which a command waits for an object, as a remark.
+func remarkOn(remarks io.Writer, noun, name string) (remark func(why string)) {
+	told := ""
+	return func(why string) {
+		if why != "" && why != told {
+			told = why
+			fmt.Fprintf(remarks, "%s %q waits: %s\n", noun, name, oneLine(why))
+		}
+	}
+}
+
+// cleanupTime bounds what a command undoes at its end.
+const cleanupTime = time.Minute
+
+// cleanup returns a context for what a command undoes at its end, also after the end of ctx.
+func cleanup(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(context.WithoutCancel(ctx), cleanupTime, fmt.Errorf("%w after %s", errTimeout,
+		cleanupTime))
 }
 
 // explainTimeout adds the awaited event to a timeout error.

@@ -130,8 +130,8 @@ func (p *Bar) Clear() {
 	}
 }
 
-// Remark writes a line of its own.
-func (p *Bar) Remark(format string, args ...any) {
+// Write writes whole lines, each on its own.
+func (p *Bar) Write(lines []byte) (int, error) {
 	p.Clear()
-	fmt.Fprintf(p.w, format, args...)
+	return p.w.Write(lines)
 }

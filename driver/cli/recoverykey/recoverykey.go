@@ -11,8 +11,11 @@ import (
 	"path"
 	"strings"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/keys"
 )
 
 // Key is what a person needs to open a repository.
@@ -26,14 +29,24 @@ type Key struct {
 	Written    time.Time
 }
 
-// Check refuses a key file that arrived damaged.
+// Check refuses a key file that arrived damaged, or that the password does not open.
 func (k *Key) Check() error {
 	if sum := sha256.Sum256(k.Content); hex.EncodeToString(sum[:]) != k.Name {
 		return api.Errorf(api.Corrupt, "target %q: the key file does not match its name %.64q; try again", k.Target, k.Name)
 	}
-	if k.Password == "" || strings.ContainsAny(k.Password, "\r\n") {
-		return api.Errorf(api.Invalid, "target %q: the recovery password is empty or has several lines; choose another",
-			k.Target)
+	if _, err := keys.Unwrap(k.Content, k.Password); err != nil {
+		return api.Errorf(api.KindOf(err), "target %q: %w; try again, because the Secret may have changed", k.Target, err)
+	}
+	return nil
+}
+
+// CheckPassword refuses a password that a person cannot copy from the file, or that restic reads as another one: restic
+// drops white space around the password in a file.
+func CheckPassword(password string) error {
+	if password == "" || strings.Trim(password, " ") != password || !utf8.ValidString(password) ||
+		strings.ContainsFunc(password, func(r rune) bool { return !unicode.IsPrint(r) }) {
+		return api.Errorf(api.Invalid, "the recovery password is empty, has white space around it, or is no line of "+
+			"printable text; choose another %s", api.SecretRecoveryPassword)
 	}
 	return nil
 }

@@ -1,19 +1,17 @@
 package recoverykey
 
 import (
-	"crypto/sha256"
-	"encoding/hex"
 	"strings"
 	"testing"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/repo/keys"
 )
 
 // TestTextNamesTheStore: the commands in the file name the store as restic does, and the place of the key file.
 func TestTextNamesTheStore(t *testing.T) {
-	content := []byte("{}")
-	sum := sha256.Sum256(content)
-	name := hex.EncodeToString(sum[:])
+	name, content := keyFile(t, "secret")
 	for url, want := range map[string][2]string{
 		"file:///mnt/backups":            {"restic -r /mnt/backups --", "> /mnt/backups/keys/" + name},
 		"s3://backups@eu-west-1/drover/": {"restic -r s3:https://SERVER/backups/drover --", "> keys/" + name},
@@ -33,22 +31,45 @@ func TestTextNamesTheStore(t *testing.T) {
 	}
 }
 
-// TestDamagedKeyFileIsRefused: a key file that does not match its name, or a password that is no line, is not written.
-func TestDamagedKeyFileIsRefused(t *testing.T) {
-	content := []byte("{}")
-	sum := sha256.Sum256(content)
-	good := Key{Password: "secret", Name: hex.EncodeToString(sum[:]), Content: content}
-	for _, change := range []func(*Key){
-		func(k *Key) { k.Content = []byte("{ }") },
-		func(k *Key) { k.Name = "" },
+// keyFile is a key file that opens with a password, and its name.
+func keyFile(t *testing.T, password string) (name string, content []byte) {
+	t.Helper()
+	content, err := keys.Wrap(blob.Secret{}, password, "host", "user")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return blob.Sum(content).String(), content
+}
+
+// TestWrongKeyFileIsRefused: a key file that does not match its name, or does not open with the password, is refused.
+func TestWrongKeyFileIsRefused(t *testing.T) {
+	name, content := keyFile(t, "secret")
+	garbage := []byte("{}")
+	for what, c := range map[string]struct {
+		change func(*Key)
+		want   api.Kind
+	}{
+		"changed":          {func(k *Key) { k.Content = append(content, ' ') }, api.Corrupt},
+		"without a name":   {func(k *Key) { k.Name = "" }, api.Corrupt},
+		"another password": {func(k *Key) { k.Password = "Secret" }, api.Denied},
+		"not a key file":   {func(k *Key) { k.Name, k.Content = blob.Sum(garbage).String(), garbage }, api.Unsupported},
 	} {
-		k := good
-		if change(&k); !api.Is(k.Check(), api.Corrupt) {
-			t.Errorf("%+v: %v, want an error of kind corrupt", k, k.Check())
+		k := Key{Password: "secret", Name: name, Content: content}
+		if c.change(&k); !api.Is(k.Check(), c.want) {
+			t.Errorf("%s: %v, want an error of kind %v", what, k.Check(), c.want)
 		}
 	}
-	good.Password = "two\nlines"
-	if err := good.Check(); !api.Is(err, api.Invalid) {
-		t.Errorf("a password of two lines: %v", err)
+}
+
+// TestPasswordSurvivesTheFile: a password that restic would read from the file as another one is refused.
+func TestPasswordSurvivesTheFile(t *testing.T) {
+	for password, good := range map[string]bool{
+		"secret": true, "two words": true, "ü#'\"": true,
+		"": false, " secret": false, "secret ": false, "two\nlines": false, "tab\t": false, "\ufeffsecret": false,
+		"\u00a0secret": false, "nul\x00": false, "\xff": false,
+	} {
+		if err := CheckPassword(password); (err == nil) != good || !good && !api.Is(err, api.Invalid) {
+			t.Errorf("%q: %v, want good: %v", password, err, good)
+		}
 	}
 }
