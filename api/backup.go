@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"net/url"
 	"strings"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -118,6 +119,9 @@ type CommonBackupStatus struct {
 	// SnapshotID is the backup's snapshot in the repository, which restic lists, too.
 	SnapshotID      string `json:"snapshotID,omitempty"`
 	BackupCreatedAt string `json:"backupCreatedAt,omitempty"` // end of the backup, RFC 3339
+	// StoredAt is when the store got the backup, by the store's clock, RFC 3339; set if this is before the other instants:
+	// the clock of the backup's source was ahead.
+	StoredAt string `json:"storedAt,omitempty"`
 	// NewlyUploadDataSize is the bytes that the backup added to the store.
 	NewlyUploadDataSize int64             `json:"newlyUploadDataSize,omitempty"`
 	Labels              map[string]string `json:"labels,omitempty"`
@@ -167,6 +171,8 @@ type StoredBackup interface {
 	FoundSnapshot() string
 	// SourceDisk is the node that makes the backup, and the disk that it reads; empty: no source is chosen.
 	SourceDisk() (node string, disk UID)
+	// CutAt is the instant of the content; zero, older than all others: not known.
+	CutAt() time.Time
 	// BackupLabels are the labels that the store keeps with the backup.
 	BackupLabels() map[string]string
 	// Ended reports whether no node works at the backup any more. A completed backup has a SnapshotID, also as Deleting.

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"net/url"
 	"strings"
 	"time"
@@ -18,6 +19,10 @@ type StandbyStatus struct {
 	// Next is the newer backup that is being fetched, Progress how far, in percent.
 	Next     *StandbyBackup `json:"next,omitempty"`
 	Progress int32          `json:"progress,omitempty"`
+	// FailingSince is when the restore of Next failed first, in a store that answers.
+	FailingSince *metav1.Time `json:"failingSince,omitempty"`
+	// Failed are backups newer than the held one that could not be taken: older ones come first for a while.
+	Failed []FailedBackup `json:"failed,omitempty"`
 	// Message says what the activation took, and why.
 	Message string `json:"message,omitempty"`
 	// ActivatingSince is when the controller saw the wish for the activation. SyncRequestedAt is the list of the target's
@@ -30,17 +35,27 @@ type StandbyStatus struct {
 type StandbyBackup struct {
 	Backup string `json:"backup"` // name of the Backup
 	URL    string `json:"url"`
-	// SnapshotCreatedAt is the instant of the content, RFC 3339.
+	// SnapshotCreatedAt is the instant of the content, RFC 3339; StoredAt is that of the Backup.
 	SnapshotCreatedAt string `json:"snapshotCreatedAt,omitempty"`
-	Size              int64  `json:"size,omitempty"` // of the volume then
+	StoredAt          string `json:"storedAt,omitempty"`
+	// Size of the volume then: as the backup claims, and as its content has it once this is known.
+	Size int64 `json:"size,omitempty"`
 	// BackingImage is the hidden image with the content.
 	BackingImage string `json:"backingImage"`
 }
 
 // CutAt is the instant of the content; zero: not known.
-func (b *StandbyBackup) CutAt() time.Time { return parseInstant(b.SnapshotCreatedAt) }
+func (b *StandbyBackup) CutAt() time.Time { return borneOut(b.SnapshotCreatedAt, b.StoredAt) }
 
-// ConditionFollowing is on a standby volume: False while no newer backup can arrive.
+// FailedBackup is a backup that a standby volume could not take.
+type FailedBackup struct {
+	Backup  string      `json:"backup"` // name of the Backup
+	URL     string      `json:"url"`
+	At      metav1.Time `json:"at"`
+	Message string      `json:"message,omitempty"`
+}
+
+// ConditionFollowing is on a standby volume: False while the newest backup cannot arrive.
 const ConditionFollowing = "Following"
 
 // Reasons of ConditionFollowing.
@@ -50,6 +65,7 @@ const (
 	ReasonTargetMissing     = "TargetMissing"
 	ReasonTargetUnavailable = "TargetUnavailable"
 	ReasonRestoreFailed     = "RestoreFailed"
+	ReasonNoRoom            = "NoRoom"
 )
 
 // AnnotationActivateNow on a standby volume makes the activation take the newest backup that the volume holds whole,
@@ -119,10 +135,27 @@ func VolumeOfURL(text string) string {
 	return u.Query().Get("volume")
 }
 
-// CutAt is the instant of the backup's snapshot; zero, older than all others: not known.
-func (b *Backup) CutAt() time.Time { return parseInstant(b.Status.SnapshotCreatedAt) }
+// CutAt implements StoredBackup: the instant of the snapshot, or of the backup's end if the snapshot's is not known. No
+// content is younger than its object in the store, so a source whose clock is ahead does not hide later backups.
+func (b *Backup) CutAt() time.Time {
+	return borneOut(cmp.Or(b.Status.SnapshotCreatedAt, b.Status.BackupCreatedAt), b.Status.StoredAt)
+}
 
-// NewerThan orders the backups of a volume by their snapshots, and by name if two have one instant.
+// CutAt implements StoredBackup.
+func (b *BackupBackingImage) CutAt() time.Time {
+	return borneOut(b.Status.BackupCreatedAt, b.Status.StoredAt)
+}
+
+// borneOut is the instant that the source names, or that of the store if this is earlier.
+func borneOut(named, stored string) time.Time {
+	at, limit := parseInstant(named), parseInstant(stored)
+	if !limit.IsZero() && limit.Before(at) {
+		return limit
+	}
+	return at
+}
+
+// NewerThan orders the backups of a volume by their content, and by name if two have one instant.
 func (b *Backup) NewerThan(o *Backup) bool {
 	x, y := b.CutAt(), o.CutAt()
 	return x.After(y) || x.Equal(y) && b.Name > o.Name

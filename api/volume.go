@@ -57,6 +57,7 @@ const (
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.size() <= 128",message="the name of a volume has at most 128 characters"
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.spec.standby) || !oldSelf.spec.standby || has(self.spec.standby) && self.spec.standby || has(oldSelf.status) && has(oldSelf.status.isStandby) && oldSelf.status.isStandby",message="Drover has not seen the standby volume yet, and would take it for an ordinary one: activate the volume when status.isStandby is true"
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:scope=Cluster,shortName=vol,categories=drover
 // +kubebuilder:printcolumn:name="State",type=string,JSONPath=`.status.state`
@@ -195,7 +196,7 @@ type VolumeStatus struct {
 	CloneStatus *CloneStatus `json:"cloneStatus,omitempty"`
 	// RestoreStatus is set if the spec has a backup.
 	RestoreStatus *RestoreStatus `json:"restoreStatus,omitempty"`
-	// IsStandby is true until the activation of a standby volume has ended.
+	// IsStandby is true from the first status of a standby volume until its activation has ended.
 	IsStandby bool `json:"isStandby,omitempty"`
 	// LastBackup is the newest backup that a standby volume holds whole, and LastBackupAt the instant of its content, RFC
 	// 3339.

@@ -81,7 +81,7 @@ func baseCandidates(all []api.Backup, volume api.UID, target string) (list []*ap
 		}
 	}
 	slices.SortFunc(list, func(x, y *api.Backup) int { // the times are RFC 3339 in UTC
-		return cmp.Or(-cmp.Compare(x.Status.SnapshotCreatedAt, y.Status.SnapshotCreatedAt),
+		return cmp.Or(y.CutAt().Compare(x.CutAt()),
 			-cmp.Compare(x.Status.BackupCreatedAt, y.Status.BackupCreatedAt), cmp.Compare(x.Name, y.Name))
 	})
 	return list

@@ -38,6 +38,9 @@ type SnapshotFile struct {
 	file namedFile
 }
 
+// Stored is when the store got the object, by the store's clock; zero: not known.
+func (f SnapshotFile) Stored() time.Time { return f.file.Modified }
+
 // SaveSnapshot writes the snapshot, the commit point of a backup: before, the caller has flushed the Writer of all
 // blobs, and knows by Blobs.IsCurrent that no sweep hid them.
 func (r *Repository) SaveSnapshot(ctx context.Context, s Snapshot) (blob.ID, error) {

@@ -2,14 +2,20 @@ package targets
 
 import (
 	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/tags"
+	"drover.io/drover/driver/kubeapi/apitest"
 )
 
 // TestFoundBackupsHaveURLsOfTheirOwn: two snapshots of one name and volume, such as those of two clusters, become
@@ -72,24 +78,71 @@ func TestHostileLabelsStopNoVisit(t *testing.T) {
 	}
 }
 
-// TestFloodOfBackupsIsBounded: the store has more backups than a target may have Backups. The visit makes the allowed
-// ones, and says how many others exist.
-func TestFloodOfBackupsIsBounded(t *testing.T) {
+// listed are the names of the Backups.
+func (w *world) listed() string { return strings.Join(slices.Sorted(maps.Keys(w.backups())), " ") }
+
+// TestNewestBackupsAreListed: of a store with more backups than may have objects, the newest of each volume have one
+// first, and the newest of all. A newer backup takes the place of an old one, unless a restore reads the old one. The
+// store keeps all.
+func TestNewestBackupsAreListed(t *testing.T) {
 	t.Parallel()
-	w := startWorld(t, func(r *targetReconciler) { r.opts.MostBackups = 2 }, "node-1")
+	w := startWorld(t, func(r *targetReconciler) { r.opts.MostBackups = 3 }, "node-1")
 	s := newShelf(t, api.PublishedPassword)
-	var all [][]string
-	for i := range 5 {
-		f := factsOf(fmt.Sprintf("b%d", i))
-		f.Object = uid(4 + i)
-		all = append(all, f.Tags())
+	day := func(volume string, n int) []string {
+		f := factsOf(fmt.Sprintf("%s-%d", volume, n))
+		f.Volume, f.Object, f.SnapshotCreated = volume, uid(3+n), fmt.Sprintf("2026-01-%02dT00:00:00Z", n)
+		return f.Tags()
 	}
-	s.saveMany(1000, all...)
+	old := s.saveMany(1000, day("a", 3), day("a", 5), day("b", 1), day("a", 2), []string{"of restic"}, day("a", 4))
 	w.addTarget("default", s.url(), "")
 	target := w.awaitReason("default", api.ReasonAvailable, "")
 	c := meta.FindStatusCondition(target.Status.Conditions, api.ConditionTooManyBackups)
-	if n := len(w.backups()); n != 2 || c == nil || !strings.Contains(c.Message, "3 backups") ||
+	if got := w.listed(); got != "a-4 a-5 b-1" || c == nil || !strings.Contains(c.Message, "2 backups") ||
 		target.Status.Backups != 5 {
-		t.Errorf("%d Backups, condition %+v, status %+v", n, c, target.Status)
+		t.Errorf("Backups %s, condition %+v, status %+v", got, c, target.Status)
+	}
+	s.save(100, day("a", 6)...)
+	if target = w.sync("default"); w.listed() != "a-5 a-6 b-1" || target.Status.Backups != 6 || !s.has(old[5]) {
+		t.Errorf("with a newer backup: Backups %s, %d in the store", w.listed(), target.Status.Backups)
+	}
+	img := &api.BackingImage{ObjectMeta: apitest.Named("restored"), Spec: api.BackingImageSpec{MinNumberOfCopies: 1,
+		SourceType:       api.SourceRestore,
+		SourceParameters: map[string]string{api.RestoreBackupURL: w.backups()["a-5"].Status.URL}}}
+	w.Create(img)
+	s.save(100, day("a", 7)...)
+	if target = w.sync("default"); w.listed() != "a-5 a-7 b-1" {
+		t.Errorf("while a restore reads a-5: Backups %s", w.listed())
+	}
+	w.Delete(img)
+	s.save(100, day("b", 8)...)
+	if target = w.sync("default"); w.listed() != "a-6 a-7 b-8" || target.Status.Backups != 8 {
+		t.Errorf("after the restore: Backups %s, %d in the store", w.listed(), target.Status.Backups)
+	}
+}
+
+// TestInstantBeyondTheStoreIsNoted: a backup that claims to be younger than its object in the store has the instant of
+// the object in its status, also a backup of this cluster.
+func TestInstantBeyondTheStoreIsNoted(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	ahead, right := factsOf("ahead"), factsOf("right")
+	ahead.SnapshotCreated, right.Object = "2099-01-01T00:00:00Z", uid(5)
+	ids := s.saveMany(100, ahead.Tags(), right.Tags())
+	stored := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC) // before the instants of factsOf
+	own := s.save(100, "of this cluster")
+	for _, id := range []blob.ID{ids[0], own} {
+		must(t, os.Chtimes(filepath.Join(s.dir, "snapshots", id.String()), stored, stored))
+	}
+	w.makeBackup("own", "default", own)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	all := w.backups()
+	for name, want := range map[string]string{"ahead": "2026-01-01T00:00:00Z", "own": "2026-01-01T00:00:00Z", "right": ""} {
+		if b := all[name]; b == nil || b.Status.StoredAt != want {
+			t.Errorf("backup %s: %+v, want storedAt %q", name, b, want)
+		}
+	}
+	if !all["right"].NewerThan(all["ahead"]) {
+		t.Error("the clock of the source hides a newer backup")
 	}
 }

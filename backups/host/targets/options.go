@@ -34,7 +34,7 @@ type Options struct {
 	RecheckDelay time.Duration
 	// VerifyRate bounds a verification, in bytes for each second; 64 MiB.
 	VerifyRate int64
-	// MostBackups is how many Backups of a target may exist for a visit to make another one for a found backup; 20,000.
+	// MostBackups bounds the objects of a target for backups that were found in the store; 20,000.
 	MostBackups int
 	// Heal writes blobs again that snapshots of a repository lost, as far as the node's disks have them, and returns their
 	// number; nil: no disk is asked.

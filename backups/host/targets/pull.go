@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -22,6 +23,7 @@ import (
 type foundBackup struct {
 	snapshot repo.Snapshot
 	facts    tags.Facts
+	stored   time.Time // by the store's clock; zero: not known
 }
 
 // pull gives each backup of Drover in the store an object with a status. known are the objects by snapshot.
@@ -29,6 +31,7 @@ func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.Snapsho
 	known map[blob.ID]api.StoredBackup, result *visitResult) error {
 	var unknown, started []repo.SnapshotFile // without an object; with one that has no status
 	foreign := map[blob.ID]struct{}{}        // without those that the store deleted
+	listed := map[blob.ID]api.StoredBackup{} // with an object that has a status
 	for _, f := range files {
 		if _, is := v.memory.foreign[f.ID]; is {
 			foreign[f.ID] = struct{}{}
@@ -41,15 +44,17 @@ func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.Snapsho
 			started = append(started, f)
 		default:
 			result.backups++
+			listed[f.ID] = b
+			if err := v.correctInstant(ctx, b, f.Stored()); err != nil {
+				return err
+			}
 		}
 	}
-	// Everybody with the password can write snapshots, and objects fill the API server.
-	if room := max(v.opts.MostBackups-len(known), 0); len(unknown) > room {
-		result.tooMany = len(unknown) - room
-		result.backups += result.tooMany
-		unknown = unknown[:room]
-	}
 	v.memory.foreign = foreign
+	unknown, err := v.boundListed(ctx, r, unknown, listed, len(started), result)
+	if err != nil {
+		return err
+	}
 	found, err := v.loadFacts(ctx, r, append(unknown, started...))
 	if err != nil {
 		return err
@@ -115,7 +120,7 @@ func (v *visit) loadFacts(ctx context.Context, r snapshotLister, files []repo.Sn
 		}
 		facts, ours := tags.Parse(s.Tags)
 		if foreign[i] = !ours; ours {
-			all[i] = &foundBackup{s, facts}
+			all[i] = &foundBackup{s, facts, files[i].Stored()}
 		}
 		return nil
 	})
@@ -201,6 +206,13 @@ func (v *visit) describe(ctx context.Context, b api.StoredBackup, f foundBackup)
 	if b.FoundSnapshot() == "" || b.Common().State != api.BackupNew {
 		return nil
 	}
+	v.setStatus(b, f)
+	err := v.Status().Update(ctx, b)
+	return ignoreRace(api.Explain(err, "backup %s: write the status", b.GetName()), err)
+}
+
+// setStatus sets the status of an object whose backup was found in the store.
+func (v *visit) setStatus(b api.StoredBackup, f foundBackup) {
 	f.facts.Backup = b.GetName() // the name of the tag may be that of another object, which a restore would take instead
 	url, id, now := v.target.Spec.BackupTargetURL, f.snapshot.ID.String(), v.opts.Now()
 	switch b := b.(type) {
@@ -209,6 +221,28 @@ func (v *visit) describe(ctx context.Context, b api.StoredBackup, f foundBackup)
 	case *api.BackupBackingImage:
 		b.Status = f.facts.ImageStatus(url, id, f.snapshot.Time, now)
 	}
+	setStored(b, f.stored)
+}
+
+// setStored notes when the store got a backup that claims to be younger.
+func setStored(b api.StoredBackup, stored time.Time) {
+	if isYounger(b, stored) {
+		b.Common().StoredAt = stored.UTC().Format(time.RFC3339)
+	}
+}
+
+// isYounger reports whether a backup claims to be younger than its object in the store.
+func isYounger(b api.StoredBackup, stored time.Time) bool {
+	return !stored.IsZero() && stored.Before(b.CutAt())
+}
+
+// correctInstant is setStored for an object with a status: the source may be this cluster.
+func (v *visit) correctInstant(ctx context.Context, cached api.StoredBackup, stored time.Time) error {
+	if cached.Common().State != api.BackupCompleted || cached.GetDeletionTimestamp() != nil || !isYounger(cached, stored) {
+		return nil
+	}
+	b := copyOf(cached)
+	setStored(b, stored)
 	err := v.Status().Update(ctx, b)
 	return ignoreRace(api.Explain(err, "backup %s: write the status", b.GetName()), err)
 }

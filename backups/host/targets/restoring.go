@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"time"
 
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
 	"drover.io/drover/api"
 )
 
@@ -23,17 +25,9 @@ func (r *targetReconciler) keepRestoring(ctx context.Context, rec *targetRecord,
 	if len(deleted) == 0 {
 		return nil, next, nil
 	}
-	// Without the cache, which may not know an image that was made a moment ago.
-	var images api.BackingImageList
-	if err := r.live.List(ctx, &images); err != nil {
-		return nil, next, api.Explain(err, "list backing images")
-	}
-	unfinished := map[string]*api.BackingImage{} // by URL of the backup
-	for i := range images.Items {
-		o := &images.Items[i]
-		if o.Spec.SourceType == api.SourceRestore && o.Status.State != api.ImageReady {
-			unfinished[o.Spec.SourceParameters[api.RestoreBackupURL]] = o
-		}
+	unfinished, err := unfinishedRestores(ctx, r.live)
+	if err != nil {
+		return nil, next, err
 	}
 	for _, b := range deleted {
 		url := b.Common().URL
@@ -59,4 +53,21 @@ func (r *targetReconciler) keepRestoring(ctx context.Context, rec *targetRecord,
 		}
 	}
 	return free, next, nil
+}
+
+// unfinishedRestores returns the images that are being restored, by the URLs of their backups. live is without a cache,
+// which may not know an image that was made a moment ago.
+func unfinishedRestores(ctx context.Context, live client.Reader) (map[string]*api.BackingImage, error) {
+	var images api.BackingImageList
+	if err := live.List(ctx, &images); err != nil {
+		return nil, api.Explain(err, "list backing images")
+	}
+	unfinished := map[string]*api.BackingImage{}
+	for i := range images.Items {
+		o := &images.Items[i]
+		if o.Spec.SourceType == api.SourceRestore && o.Status.State != api.ImageReady {
+			unfinished[o.Spec.SourceParameters[api.RestoreBackupURL]] = o
+		}
+	}
+	return unfinished, nil
 }

@@ -193,8 +193,9 @@ func applyCount(t *api.BackupTarget, v *visitResult) {
 	reason, message := api.ReasonCountBounded, ""
 	if v.tooMany > 0 {
 		reason = api.ReasonTooManyBackups
-		message = fmt.Sprintf("the store has %s more than the target may have Backups; delete backups, or use another "+
-			"repository", api.CountText(v.tooMany, "backup"))
+		message = fmt.Sprintf("the store has %s more than the target may have objects for found backups: the newest of each "+
+			"volume and image come first, then the newest of all; delete backups, or use another repository",
+			api.CountText(v.tooMany, "backup"))
 	}
 	api.SetCondition(&t.Status.Conditions, t.Generation, api.ConditionTooManyBackups, v.tooMany > 0, reason, message)
 }

@@ -31,14 +31,15 @@ type visit struct {
 
 // visitMemory is what the visits of a target remember, one after the other.
 type visitMemory struct {
-	foreign map[blob.ID]struct{}  // snapshots that are no backups of Drover
-	missing map[blob.ID]time.Time // snapshots of Backups that the last list lacks: end of the first such list
-	keys    blob.ID               // passwords and key files that agree
-	count   int                   // of key files then
+	foreign  map[blob.ID]struct{}  // snapshots that are no backups of Drover
+	unlisted map[blob.ID]listing   // backups without an object, because there are too many
+	missing  map[blob.ID]time.Time // snapshots of Backups that the last list lacks: end of the first such list
+	keys     blob.ID               // passwords and key files that agree
+	count    int                   // of key files then
 }
 
 func newVisitMemory() *visitMemory {
-	return &visitMemory{foreign: map[blob.ID]struct{}{}, missing: map[blob.ID]time.Time{}}
+	return &visitMemory{foreign: map[blob.ID]struct{}{}, unlisted: map[blob.ID]listing{}, missing: map[blob.ID]time.Time{}}
 }
 
 // visitResult is the outcome of a visit.
@@ -232,7 +233,7 @@ func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]api.StoredBa
 			}
 			continue
 		}
-		if err := v.deleteObject(ctx, b); err != nil {
+		if err := v.deleteObject(ctx, b, "the store lacks it"); err != nil {
 			return err
 		}
 		delete(v.memory.missing, id)
@@ -241,10 +242,10 @@ func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]api.StoredBa
 	return nil
 }
 
-// deleteObject deletes a Backup that the store lost, after the finalizer: the deletion of a Backup with a finalizer
+// deleteObject deletes a Backup, and nothing in the store, after the finalizer: the deletion of a Backup with a finalizer
 // deletes the snapshot in the store, too, and the lists may be wrong. If another program changes the Backup meanwhile,
 // the Backup stays, and the next visit finds the Backup again.
-func (v *visit) deleteObject(ctx context.Context, cached api.StoredBackup) error {
+func (v *visit) deleteObject(ctx context.Context, cached api.StoredBackup, why string) error {
 	b := copyOf(cached)
 	controllerutil.RemoveFinalizer(b, api.Finalizer)
 	if err := v.Update(ctx, b); err != nil {
@@ -253,7 +254,7 @@ func (v *visit) deleteObject(ctx context.Context, cached api.StoredBackup) error
 	uid, version := b.GetUID(), b.GetResourceVersion()
 	err := v.Delete(ctx, b, client.Preconditions{UID: &uid, ResourceVersion: &version})
 	if err == nil {
-		v.log.Info("backup deleted, because the store lacks it", "backup", b.GetName(), "snapshot", b.Common().SnapshotID)
+		v.log.Info("object of a backup deleted", "backup", b.GetName(), "snapshot", b.Common().SnapshotID, "why", why)
 	}
 	return ignoreRace(api.Explain(err, "backup %s: delete the object", b.GetName()), err)
 }

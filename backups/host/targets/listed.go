@@ -1,0 +1,180 @@
+package targets
+
+import (
+	"bytes"
+	"context"
+	"maps"
+	"slices"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+)
+
+// Everybody with the password can write snapshots, and objects fill the API server: the objects of found backups are
+// bounded. A flood of backups of one volume must not hide those of others, and old backups must not hide new ones, which
+// a standby volume waits for: the newest backup of each volume and image has an object first.
+
+// listing is a backup of the store in the choice of those with an object.
+type listing struct {
+	id      blob.ID
+	subject string           // api.StoredBackup.Subject
+	cutAt   time.Time        // of the content
+	object  api.StoredBackup // nil: the backup has none
+	stays   bool             // the object is in use
+}
+
+// boundListed chooses which of the backups get an object. listed are the objects of the backups in the store; coming is
+// the number of further objects. boundListed deletes the objects of older backups whose place newer ones need.
+func (v *visit) boundListed(ctx context.Context, r snapshotLister, unknown []repo.SnapshotFile,
+	listed map[blob.ID]api.StoredBackup, coming int, result *visitResult) (create []repo.SnapshotFile, _ error) {
+	found := coming
+	for _, b := range listed {
+		if b.FoundSnapshot() != "" {
+			found++
+		}
+	}
+	if found+len(unknown) <= v.opts.MostBackups {
+		clear(v.memory.unlisted)
+		return unknown, nil
+	}
+	all, err := v.describeUnlisted(ctx, r, unknown)
+	if err != nil {
+		return nil, err
+	}
+	unlisted := len(all)
+	inUse, err := v.backupsInUse(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for id, b := range listed {
+		if b.FoundSnapshot() != "" {
+			stays := b.Common().State != api.BackupCompleted || b.GetDeletionTimestamp() != nil || inUse(b)
+			all = append(all, listing{id, b.Subject(), b.CutAt(), b, stays})
+		}
+	}
+	chosen := map[blob.ID]bool{}
+	for _, l := range chooseListed(all, v.opts.MostBackups-coming) {
+		chosen[l.id] = true
+	}
+	for _, f := range unknown {
+		if chosen[f.ID] {
+			create = append(create, f)
+			delete(v.memory.unlisted, f.ID)
+		}
+	}
+	result.tooMany = unlisted - len(create)
+	result.backups += result.tooMany
+	for _, l := range all {
+		if l.object == nil || chosen[l.id] {
+			continue
+		}
+		if err := v.deleteObject(ctx, l.object, "newer backups need its place"); err != nil {
+			return nil, err
+		}
+		result.tooMany++
+		v.memory.unlisted[l.id] = listing{id: l.id, subject: l.subject, cutAt: l.cutAt}
+	}
+	return create, nil
+}
+
+// chooseListed returns at most most backups that have an object, or are to get one, and all that stay.
+func chooseListed(all []listing, most int) []listing {
+	newest := map[string]listing{} // by subject
+	for _, l := range all {
+		if n, is := newest[l.subject]; !is || isNewer(l, n) {
+			newest[l.subject] = l
+		}
+	}
+	first := func(l listing) int {
+		switch {
+		case l.stays:
+			return 0
+		case newest[l.subject].id == l.id:
+			return 1
+		}
+		return 2
+	}
+	slices.SortFunc(all, func(a, b listing) int {
+		if d := first(a) - first(b); d != 0 {
+			return d
+		}
+		if isNewer(a, b) {
+			return -1
+		}
+		return 1
+	})
+	n := min(max(most, 0), len(all))
+	for n < len(all) && all[n].stays {
+		n++
+	}
+	return all[:n]
+}
+
+func isNewer(a, b listing) bool {
+	if c := a.cutAt.Compare(b.cutAt); c != 0 {
+		return c > 0
+	}
+	return bytes.Compare(a.id[:], b.id[:]) > 0
+}
+
+// describedAtOnce bounds the backups whose facts are in memory together.
+const describedAtOnce = 1000
+
+// describeUnlisted describes the backups without an object that can get one, and remembers them for the next visit.
+func (v *visit) describeUnlisted(ctx context.Context, r snapshotLister, unknown []repo.SnapshotFile) (
+	[]listing, error) {
+	memory := map[blob.ID]listing{} // without those that the store deleted
+	var unread []repo.SnapshotFile
+	for _, f := range unknown {
+		if l, is := v.memory.unlisted[f.ID]; is {
+			memory[f.ID] = l
+		} else {
+			unread = append(unread, f)
+		}
+	}
+	if v.memory.unlisted = memory; len(unread) == 0 {
+		return slices.Collect(maps.Values(memory)), nil
+	}
+	objects, err := v.objects(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for files := range slices.Chunk(unread, describedAtOnce) {
+		found, err := v.loadFacts(ctx, r, files)
+		if err != nil {
+			return nil, err
+		}
+		for _, f := range found {
+			if objects[f.facts.Object] {
+				continue
+			}
+			b := v.newBackup(f.facts.Backup, f)
+			v.setStatus(b, f)
+			memory[f.snapshot.ID] = listing{id: f.snapshot.ID, subject: b.Subject(), cutAt: b.CutAt()}
+		}
+	}
+	return slices.Collect(maps.Values(memory)), nil
+}
+
+// backupsInUse tells which Backups restores and copies read, and would not find again.
+func (v *visit) backupsInUse(ctx context.Context) (func(api.StoredBackup) bool, error) {
+	unfinished, err := unfinishedRestores(ctx, v.repositories.live)
+	if err != nil {
+		return nil, err
+	}
+	var list api.BackupList
+	if err := v.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, api.Explain(err, "list backups")
+	}
+	copied := map[string]bool{}
+	for i := range list.Items {
+		if b := &list.Items[i]; b.Spec.CopyOf != "" && !b.Ended() {
+			copied[b.Spec.CopyOf] = true
+		}
+	}
+	return func(b api.StoredBackup) bool { return unfinished[b.Common().URL] != nil || copied[b.GetName()] }, nil
+}
