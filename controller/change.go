@@ -54,6 +54,9 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, req *csi.Controller
 		if required <= v.Spec.Size {
 			return false, nil
 		}
+		if err := v.RefuseStandby(); err != nil { // it grows with its backups
+			return false, err
+		}
 		n := api.RoundSize(required)
 		if limit > 0 && n > limit {
 			return false, api.Errorf(api.OutOfRange, "the next size is %d bytes, over the limit of %d", n, limit)

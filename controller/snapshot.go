@@ -165,6 +165,9 @@ func (s *Server) ensureSnapshot(ctx context.Context, req *csi.CreateSnapshotRequ
 	if vol.DeletionTimestamp != nil {
 		return nil, api.Errorf(api.NotFound, "volume %s is being deleted", vol.Name)
 	}
+	if err := vol.RefuseStandby(); err != nil {
+		return nil, err
+	}
 	if err := s.checkTopology(ctx, vol, req.GetAccessibilityRequirements()); err != nil {
 		return nil, err
 	}

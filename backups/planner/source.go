@@ -31,6 +31,9 @@ func (r *backupReconciler) findSource(ctx context.Context, reader client.Reader,
 	} else if err != nil {
 		return nil, err
 	}
+	if err := v.RefuseStandby(); err != nil {
+		return nil, err
+	}
 	if err := checkTarget(ctx, reader, b.Target()); err != nil {
 		return nil, err
 	}

@@ -2,7 +2,6 @@ package cli
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -69,10 +68,10 @@ func attachVolume(ctx context.Context, c client.WithWatch, volume, node string, 
 	if err := getObject(ctx, c, "volume", volume, &v); err != nil {
 		return nil, err
 	}
-	if err := errors.Join(v.RefuseStandby(), checkStrictLocal(ctx, c, &v, node)); err != nil {
+	if err := checkStrictLocal(ctx, c, &v, node); err != nil {
 		return nil, err
 	}
-	if err := refuseDeleted(&v); err != nil { // a new attachment would also block the deletion
+	if err := refuseUnusable(&v); err != nil { // a new attachment would also block the deletion
 		have, herr := getAttachment(ctx, c, volume)
 		if herr != nil {
 			return nil, herr

@@ -98,7 +98,7 @@ func (f *backupFlags) newBackup(ctx context.Context, c client.Client, volume str
 		return nil, err
 	}
 	if f.snapshot == "" {
-		if err := refuseDeleted(&v); err != nil {
+		if err := refuseUnusable(&v); err != nil {
 			return nil, err
 		}
 	} else {
@@ -244,9 +244,9 @@ func backupsOf(ctx context.Context, c client.Client, volume, target string) (*ap
 	return list, nil
 }
 
-// backupInstant is the instant that a backup shows, or the creation of the object while no snapshot is known.
+// backupInstant is the instant of a backup's content, or the creation of the object while no snapshot is known.
 func backupInstant(b *api.Backup) time.Time {
-	if t, err := time.Parse(time.RFC3339, b.Status.SnapshotCreatedAt); err == nil {
+	if t := b.CutAt(); !t.IsZero() {
 		return t
 	}
 	return b.CreationTimestamp.Time

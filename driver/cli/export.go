@@ -140,7 +140,7 @@ func (a *app) volumeExport() *cobra.Command {
 			if err := getObject(ctx, c, "volume", left[0], &v); err != nil {
 				return err
 			}
-			if err := refuseDeleted(&v); err != nil {
+			if err := refuseUnusable(&v); err != nil {
 				return err
 			}
 			s := api.NewSnapshot(&v, "export-"+string(api.NewUID()))

@@ -62,7 +62,7 @@ func (a *app) snapshotCreate() *cobra.Command {
 			if err := getObject(ctx, c, "volume", left[0], &v); err != nil {
 				return err
 			}
-			if err := refuseDeleted(&v); err != nil {
+			if err := refuseUnusable(&v); err != nil {
 				return err
 			}
 			s := api.NewSnapshot(&v, name)
@@ -319,7 +319,7 @@ func sourceOf(ctx context.Context, c client.Client, from string) (source string,
 	}
 	size = v.Spec.Size
 	if ds.Snapshot == "" {
-		if err := refuseDeleted(&v); err != nil {
+		if err := refuseUnusable(&v); err != nil {
 			return "", 0, "", err
 		}
 	} else {
@@ -337,10 +337,10 @@ func sourceOf(ctx context.Context, c client.Client, from string) (source string,
 	return ds.String(), size, v.Spec.BackingImage, nil
 }
 
-// refuseDeleted refuses work on a deleted volume that needs the current volume, because the work would wait for ever.
-func refuseDeleted(v *api.Volume) error {
+// refuseUnusable refuses work that needs the content of a deleted volume or of a standby volume: the work would wait.
+func refuseUnusable(v *api.Volume) error {
 	if v.DeletionTimestamp == nil {
-		return nil
+		return v.RefuseStandby()
 	}
 	return api.Errorf(api.InUse, "volume %q is deleted; it is kept until its last snapshot is deleted", v.Name)
 }

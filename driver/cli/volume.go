@@ -464,6 +464,9 @@ func expandVolume(ctx context.Context, cmd *cobra.Command, c client.WithWatch, n
 	if err := getObject(ctx, c, "volume", name, &v); err != nil {
 		return nil, err
 	}
+	if err := v.RefuseStandby(); err != nil { // it grows with its backups
+		return nil, err
+	}
 	more, plus := strings.CutPrefix(size, "+")
 	n, err := parseSize(more)
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 )
 
 // orphanSnapshotReconciler handles the Snapshots without a responsible node: the volume does not exist or has no
-// replica.
+// replica, as a standby volume has none.
 type orphanSnapshotReconciler struct{ *volumeReconciler }
 
 func (p *volumeReconciler) setupOrphans(mgr ctrl.Manager) error {
@@ -44,7 +44,7 @@ func (p *volumeReconciler) setupOrphans(mgr ctrl.Manager) error {
 		Complete(&orphanSnapshotReconciler{p})
 }
 
-// Reconcile reports the missing volume, and removes the finalizer of a deleted Snapshot.
+// Reconcile reports the missing volume or the standby volume, and removes the finalizer of a deleted Snapshot.
 func (o *orphanSnapshotReconciler) Reconcile(ctx context.Context, req reconcile.Request) (reconcile.Result, error) {
 	var s api.Snapshot
 	if err := o.client.Get(ctx, req.NamespacedName, &s); err != nil {
@@ -68,11 +68,13 @@ func (o *orphanSnapshotReconciler) Reconcile(ctx context.Context, req reconcile.
 			}
 		}
 		return reconcile.Result{}, nil
-	case !gone:
+	case !gone && v.RefuseStandby() == nil:
 		return reconcile.Result{}, nil // the volume is in progress
 	}
 	why := "volume " + s.Spec.Volume + " does not exist"
-	if s.Status.CreationTime != "" {
+	if !gone {
+		why = v.RefuseStandby().Error()
+	} else if s.Status.CreationTime != "" {
 		why = "lost: volume " + s.Spec.Volume + " is gone; delete the object"
 	}
 	if s.Status.Error == why && !s.Status.ReadyToUse {
