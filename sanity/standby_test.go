@@ -41,7 +41,10 @@ func standbyFollows(t *testing.T, w *world) {
 	if n := w.restored(t, "store") - before; n != 48*mib {
 		t.Errorf("the first backup costs the store %d bytes, want 48 MiB", n)
 	}
-	w.refused(5, "drover volume activate standby", "volume", "attach", "standby")
+	for _, use := range []string{"volume attach standby", "volume expand standby +10Mi", "snapshot create standby",
+		"backup create standby --target dr", "volume create clone --from standby"} {
+		w.refused(5, "drover volume activate standby", strings.Fields(use)...)
+	}
 
 	appear(1)
 	w.must("target", "sync", "dr")
@@ -63,12 +66,13 @@ func standbyFollows(t *testing.T, w *world) {
 	appear(2)
 	w.must("target", "sync", "dr")
 	w.awaitVolume("standby", func(v *api.Volume) bool {
-		return v.Status.LastBackup == "two" && v.Status.Standby.Next != nil && v.Spec.Size == 192*mib
+		next := v.Status.Standby.Next
+		return v.Status.LastBackup == "two" && next != nil && next.Size == 192*mib && v.Spec.Size == 128*mib
 	})
 	w.killAll()
 	w.start(drover(t))
 	setRate(0)
-	if v := holds("standby", "three"); v.Status.Size != 192*mib {
+	if v := holds("standby", "three"); v.Status.Size != 192*mib || v.Spec.Size != 192*mib {
 		t.Errorf("the standby volume has %d bytes, and the followed one 192 MiB", v.Status.Size)
 	}
 	holds("other", "three")

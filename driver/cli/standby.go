@@ -103,6 +103,15 @@ func (a *app) volumeActivate() *cobra.Command {
 			if !v.FollowsBackups() {
 				return api.Errorf(api.Invalid, "volume %q is no standby volume: see `drover volume show %s`", v.Name, v.Name)
 			}
+			if !v.Status.IsStandby {
+				seen, err := awaitVolume(ctx, c, v.Name, cmd.ErrOrStderr(), func(v *api.Volume) bool {
+					return v.Status.IsStandby
+				})
+				if err != nil {
+					return err
+				}
+				v = *seen
+			}
 			old := v.DeepCopy()
 			v.Spec.Standby = false
 			if now {

@@ -1,7 +1,6 @@
 package planner
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -24,22 +23,10 @@ import (
 //
 // The activation asks the target for its newest backup, and chooses the image of this one, or after a bounded time
 // without an answer the held image. The write of the choice into the status is the commit point. The volume then begins
-// on the chosen image as every volume of a backup does (restore.go).
-
-// activationPatience is how long an activation waits for an unavailable target before it takes the held backup.
-const activationPatience = time.Minute
+// on the chosen image as every volume of a backup does (restore.go). The decisions are in standby_choice.go.
 
 // standbyPlanner is the part of the volumeReconciler that looks after standby volumes.
 type standbyPlanner struct{ *volumeReconciler }
-
-// standbyView is what the decisions about a standby volume read.
-type standbyView struct {
-	held, next *api.BackingImage // nil: the image does not exist
-	newest     *api.Backup       // nil: the target has no usable backup of the volume
-	away       string            // reason of ConditionFollowing for a target without an answer; empty: the target answers
-	why        string            // the message for away
-	copies     int32             // wanted of each image
-}
 
 // planStandby follows the backups, and chooses the backup that an activated volume begins with.
 func (p *standbyPlanner) planStandby(ctx context.Context, v *api.Volume) error {
@@ -64,47 +51,57 @@ func (p *standbyPlanner) planStandby(ctx context.Context, v *api.Volume) error {
 			return err
 		}
 	}
+	p.setWaiting(v.Name, true) // before the search for room, so that no change in between is missed
 	view, err := p.viewStandby(ctx, v, target)
 	if err != nil {
 		return err
 	}
-	p.reportStandby(v, advanceStandby(v, view))
-	if err := p.growStandby(ctx, v); err != nil {
+	told := advanceStandby(v, view)
+	if view.failed != nil && *view.failed != nil {
+		return *view.failed
+	}
+	p.reportStandby(v, told)
+	if err := p.growStandby(ctx, v, v.Status.Standby.Held); err != nil {
 		return err
 	}
-	if err := p.ensureStandbyImages(ctx, v, view); err != nil {
+	if err := p.ensureStandbyImages(ctx, v, view); api.Is(err, api.Full) {
+		view.fault = obstacle{api.ReasonNoRoom, err.Error()}
+	} else if err != nil {
 		return err
 	}
+	p.setWaiting(v.Name, view.fault.reason == api.ReasonNoRoom || view.unfit.exists())
 	describeStandby(v, view)
+	if since := v.Status.Standby.FailingSince; since != nil {
+		p.requeueAfter(v.Name, since.Add(failurePatience).Sub(view.now))
+	}
+	for _, f := range v.Status.Standby.Failed {
+		p.requeueAfter(v.Name, f.At.Add(failureMemory).Sub(view.now))
+	}
 	if !v.Spec.Standby {
-		p.activate(v, view, target)
+		return p.activate(ctx, v, view)
 	}
 	return nil
 }
 
 // activate commits the choice of the backup that the volume begins with, once there is one.
-func (p *standbyPlanner) activate(v *api.Volume, view *standbyView, target *api.BackupTarget) {
-	st := v.Status.Standby
-	waited := time.Since(st.ActivatingSince.Time)
-	_, now := v.Annotations[api.AnnotationActivateNow]
-	chosen, waits := chooseActivated(v, view, now, isAnswered(st, target), waited >= activationPatience)
+func (p *standbyPlanner) activate(ctx context.Context, v *api.Volume, view *standbyView) error {
+	chosen, waits := chooseActivated(v, view)
 	if chosen == nil {
 		v.Status.Message = waits
-		p.requeueAfter(v.Name, activationPatience-waited+time.Second)
-		return
+		since := v.Status.Standby.ActivatingSince
+		p.requeueAfter(v.Name, since.Add(activationPatience).Sub(view.now)+time.Second)
+		return nil
 	}
-	older := view.away != "" || now || !isAnswered(st, target)
-	kind, reason := "Normal", "Activated"
-	text := fmt.Sprintf("the volume begins with backup %s of %s", chosen.Backup, chosen.SnapshotCreatedAt)
-	if older {
-		kind, reason = "Warning", "ActivatedWithoutStore"
-		text += ", without an answer of the store, which may have a newer backup"
+	kind, reason, text := describeChoice(v, view, chosen)
+	if err := p.growStandby(ctx, v, chosen); err != nil {
+		return err
 	}
-	*st = api.StandbyStatus{Held: chosen, Message: text}
+	v.Status.Standby = &api.StandbyStatus{Held: chosen, Message: text}
 	v.Status.LastBackup, v.Status.LastBackupAt, v.Status.Message = chosen.Backup, chosen.SnapshotCreatedAt, ""
 	meta.RemoveStatusCondition(&v.Status.Conditions, api.ConditionFollowing)
 	v.Status.IsStandby, v.Status.State, v.Status.RestoreStatus = false, api.VolumeCreating, beginRestore(v)
 	p.events.Eventf(v, nil, kind, reason, "Activate", "%s", text)
+	return nil
 }
 
 // standbyTarget finds the target with the store of the backups; nil: none.
@@ -153,22 +150,36 @@ func isAnswered(st *api.StandbyStatus, t *api.BackupTarget) bool {
 // viewStandby collects what the decisions read.
 func (p *standbyPlanner) viewStandby(ctx context.Context, v *api.Volume, t *api.BackupTarget) (
 	view *standbyView, err error) {
-	view = &standbyView{copies: max(v.Spec.NumberOfReplicas, 1)}
+	st := v.Status.Standby
+	view = &standbyView{copies: max(v.Spec.NumberOfReplicas, 1), now: time.Now().Truncate(time.Second), answered: isAnswered(st, t)}
+	view.late = st.ActivatingSince != nil && view.now.Sub(st.ActivatingSince.Time) >= activationPatience
 	switch {
 	case t == nil:
-		view.away, view.why = api.ReasonTargetMissing, "no backup target has the store of fromBackup"
+		view.away = obstacle{api.ReasonTargetMissing, "no backup target has the store of fromBackup"}
 	case meta.IsStatusConditionTrue(t.Status.Conditions, api.ConditionUnavailable):
-		view.away = api.ReasonTargetUnavailable
-		view.why = fmt.Sprintf("backup target %s is unavailable: %s", t.Name, t.Status.Message)
+		view.away = obstacle{api.ReasonTargetUnavailable,
+			fmt.Sprintf("backup target %s is unavailable: %s", t.Name, t.Status.Message)}
 	}
-	if view.newest, err = p.newestBackup(ctx, v); err != nil {
+	if view.backups, err = p.followedBackups(ctx, v); err != nil {
 		return nil, err
 	}
-	st := v.Status.Standby
 	if view.held, err = p.standbyImage(ctx, st.Held); err != nil {
 		return nil, err
 	}
-	view.next, err = p.standbyImage(ctx, st.Next)
+	if view.next, err = p.standbyImage(ctx, st.Next); err != nil {
+		return nil, err
+	}
+	if !view.mayGrow(v) {
+		return view, nil
+	}
+	cluster, failed, err := p.viewCluster(ctx, v, "", nil)
+	view.failed = failed
+	view.room = func(size int64) error {
+		sized := v.DeepCopy()
+		sized.Spec.Size = size
+		_, err := choosePlacement(sized, cluster)
+		return err
+	}
 	return view, err
 }
 
@@ -189,119 +200,39 @@ func (p *standbyPlanner) standbyImage(ctx context.Context, of *api.StandbyBackup
 	return img, err
 }
 
-// newestBackup finds the newest backup of the volume that v follows. During an activation the cache is not enough: the
-// target may just have listed a newer one.
-func (p *standbyPlanner) newestBackup(ctx context.Context, v *api.Volume) (newest *api.Backup, err error) {
+// followedBackups lists the backups that v can begin with, the newest first. During an activation the cache is not
+// enough: the target may just have listed a newer one.
+func (p *standbyPlanner) followedBackups(ctx context.Context, v *api.Volume) (backups []*api.Backup, err error) {
 	var list api.BackupList
-	of := api.VolumeOfURL(v.Spec.FromBackup)
 	if v.Spec.Standby {
-		err = p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: of})
+		of := api.VolumeOfURL(v.Spec.FromBackup)
+		err = p.client.List(ctx, &list, client.MatchingFields{watch.ByVolume: of}, client.UnsafeDisableDeepCopy)
 	} else {
 		err = p.reader.List(ctx, &list)
-	}
-	if err != nil {
-		return nil, err
 	}
 	url := api.BackupVolumeURL(v.Spec.FromBackup)
 	for i := range list.Items {
 		b := &list.Items[i]
-		if api.RestorableBackup(b) == nil && b.Status.SnapshotID != "" && api.BackupVolumeURL(b.Status.URL) == url &&
-			(newest == nil || b.NewerThan(newest)) {
-			newest = b
+		if api.RestorableBackup(b) == nil && b.Status.SnapshotID != "" && api.BackupVolumeURL(b.Status.URL) == url {
+			backups = append(backups, b)
 		}
 	}
-	return newest, nil
+	slices.SortFunc(backups, func(x, y *api.Backup) int {
+		if x.NewerThan(y) {
+			return -1
+		}
+		return 1
+	})
+	return backups, err
 }
 
-// standbyEvent is a change for an event.
-type standbyEvent struct{ kind, reason, text string }
-
-// advanceStandby decides what the volume holds and fetches, and changes the status.
-func advanceStandby(v *api.Volume, view *standbyView) (told []standbyEvent) {
-	st := v.Status.Standby
-	if st.Held != nil && view.held == nil {
-		told = append(told, standbyEvent{"Warning", "StandbyLost",
-			fmt.Sprintf("the image with backup %s was deleted: the standby volume fetches the newest backup", st.Held.Backup)})
-		st.Held = nil
-	}
-	switch next := view.next; {
-	case st.Next == nil:
-	case next != nil && isWhole(next, view):
-		told = append(told, standbyEvent{"Normal", "StandbyUpdated",
-			fmt.Sprintf("the standby volume holds backup %s of %s", st.Next.Backup, st.Next.SnapshotCreatedAt)})
-		st.Held, view.held = st.Next, next
-		st.Next, view.next = nil, nil
-	case view.newest != nil && view.newest.Status.URL == st.Next.URL:
-	case next != nil && next.Status.State == api.ImageFailed,
-		!v.Spec.Standby && view.newest != nil && view.newest.CutAt().After(st.Next.CutAt()):
-		st.Next, view.next = nil, nil // a newer backup takes its place, or it was deleted
-	}
-	if b := view.newest; st.Next == nil && b != nil && (st.Held == nil || b.CutAt().After(st.Held.CutAt())) {
-		st.Next = &api.StandbyBackup{Backup: b.Name, URL: b.Status.URL, SnapshotCreatedAt: b.Status.SnapshotCreatedAt,
-			Size: api.RoundSize(b.Status.VolumeSize), BackingImage: v.StandbyImage(b)}
-	}
-	return told
-}
-
-// isWhole reports whether the next image can take the place of the held one: it has as many copies as wanted, or as the
-// held image has.
-func isWhole(next *api.BackingImage, view *standbyView) bool {
-	least := view.copies
-	if view.held == nil {
-		least = 1
-	} else {
-		least = min(least, max(view.held.Status.ReadyCopies, 1))
-	}
-	return next.Status.State == api.ImageReady && next.Status.ReadyCopies >= least
-}
-
-// chooseActivated chooses the backup that an activated volume begins with; nil: the activation waits. now: the user
-// asks for the held backup; answered: the target has listed the store for the activation; late: the time for an answer
-// is over.
-func chooseActivated(v *api.Volume, view *standbyView, now, answered, late bool) (*api.StandbyBackup, string) {
-	st := v.Status.Standby
-	readable := st.Next != nil && view.next != nil && view.next.CanRead()
-	failed := st.Next != nil && view.next != nil && view.next.Status.State == api.ImageFailed
-	give := fmt.Sprintf("; `drover volume activate %s --now` takes the newest backup that the volume holds", v.Name)
-	switch {
-	case now && st.Held != nil, late && st.Held != nil && (!answered || view.away != "" || failed):
-		return st.Held, ""
-	case readable && (now || answered && view.away == "" || st.Held == nil && late):
-		return st.Next, ""
-	case answered && view.away == "" && st.Next == nil && st.Held != nil:
-		return st.Held, ""
-	case st.Held == nil && st.Next == nil:
-		return nil, "the activation waits: the volume holds no backup yet: " + cmp.Or(view.why, "the store has none")
-	case st.Held == nil:
-		return nil, fmt.Sprintf("the activation waits for backup %s%s", st.Next.Backup, colonText(nextMessage(view)))
-	case st.Next != nil && answered:
-		return nil, fmt.Sprintf("the activation waits for backup %s%s%s", st.Next.Backup, colonText(nextMessage(view)), give)
-	}
-	return nil, "the activation waits for the list of the store" + colonText(view.why) + give
-}
-
-func nextMessage(view *standbyView) string {
-	if view.next == nil {
-		return view.why
-	}
-	return cmp.Or(view.next.Status.Message, view.why)
-}
-
-func colonText(text string) string {
-	if text == "" {
-		return ""
-	}
-	return ": " + text
-}
-
-// growStandby lets the volume grow with the followed one.
-func (p *standbyPlanner) growStandby(ctx context.Context, v *api.Volume) error {
-	next := v.Status.Standby.Next
-	if next == nil || next.Size <= v.Spec.Size {
+// growStandby gives the volume at least the size of a backup that it holds, or begins with.
+func (p *standbyPlanner) growStandby(ctx context.Context, v *api.Volume, b *api.StandbyBackup) error {
+	if b == nil || b.Size <= v.Spec.Size {
 		return nil
 	}
 	old, st := v.DeepCopy(), v.Status.DeepCopy()
-	v.Spec.Size = next.Size
+	v.Spec.Size = b.Size
 	err := p.client.Patch(ctx, v, client.MergeFromWithOptions(old, client.MergeFromWithOptimisticLock{}))
 	v.Status = *st
 	if err != nil {
@@ -330,11 +261,9 @@ func (p *standbyPlanner) ensureStandbyImages(ctx context.Context, v *api.Volume,
 	if node == "" {
 		var err error
 		if node, err = firstNode(ctx, p.volumeReconciler, v); err != nil {
-			p.setWaiting(v.Name, true)
 			return err
 		}
 	}
-	p.setWaiting(v.Name, false)
 	img := newHiddenImage(v, next.BackingImage, next.URL, node)
 	img.Spec.MinNumberOfCopies = view.copies
 	// A former image of the same backup may still be being deleted: the event of its end continues.
@@ -354,33 +283,6 @@ func readyNode(img *api.BackingImage) string {
 		}
 	}
 	return ""
-}
-
-// describeStandby describes a standby volume in its status.
-func describeStandby(v *api.Volume, view *standbyView) {
-	st := &v.Status
-	st.LastBackup, st.LastBackupAt, st.Standby.Progress = "", "", 0
-	if h := st.Standby.Held; h != nil {
-		st.LastBackup, st.LastBackupAt, st.Size = h.Backup, h.SnapshotCreatedAt, h.Size
-	}
-	if view.held != nil {
-		st.Used = view.held.Status.Size
-	}
-	reason, text := view.away, view.why
-	switch img := view.next; {
-	case img != nil && img.Status.State == api.ImageFailed:
-		reason, text = api.ReasonRestoreFailed, fmt.Sprintf("backup %s: %s", st.Standby.Next.Backup, img.Status.Message)
-	case reason == "" && view.newest == nil:
-		reason, text = api.ReasonNoBackup, "the store has no backup of volume "+api.VolumeOfURL(v.Spec.FromBackup)
-	}
-	if view.next != nil {
-		st.Standby.Progress = view.next.Status.Progress
-	}
-	if reason != "" && st.LastBackup != "" {
-		text += fmt.Sprintf("; the standby volume holds backup %s", st.LastBackup)
-	}
-	setCondition(v, api.ConditionFollowing, reason == "", cmp.Or(reason, api.ReasonFollowing), text)
-	st.Message = text
 }
 
 func (p *standbyPlanner) reportStandby(v *api.Volume, all []standbyEvent) {
@@ -470,10 +372,11 @@ func (p *standbyPlanner) standbysOf(ctx context.Context, volume string) (all []r
 	return all
 }
 
-// backupChanged reports whether a backup has another state, or is being deleted.
+// backupChanged reports whether a backup has another state or place in the order, or is being deleted.
 func backupChanged(old, now client.Object) bool {
 	x, y := old.(*api.Backup), now.(*api.Backup)
-	return x.Status.State != y.Status.State || (x.DeletionTimestamp == nil) != (y.DeletionTimestamp == nil)
+	return x.Status.State != y.Status.State || x.Status.Damaged != y.Status.Damaged ||
+		x.Status.StoredAt != y.Status.StoredAt || (x.DeletionTimestamp == nil) != (y.DeletionTimestamp == nil)
 }
 
 // targetAnswered reports whether a target answered a request, or became available or unavailable.

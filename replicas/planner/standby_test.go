@@ -50,7 +50,7 @@ func TestStandbyHoldsAWholeBackup(t *testing.T) {
 	view := func(newest int, held, next *api.BackingImage) standbyView {
 		view := standbyView{held: held, next: next, copies: 2}
 		if newest > 0 {
-			view.newest = backupOfTest(newest)
+			view.backups = []*api.Backup{backupOfTest(newest)}
 		}
 		return view
 	}
@@ -111,13 +111,24 @@ func TestActivationChoosesTheNewestBackup(t *testing.T) {
 	readable.Status.Readable = true
 	coming, failed := imageOfTest(api.ImageInProgress, 0), imageOfTest(api.ImageFailed, 0)
 	held := imageOfTest(api.ImageReady, 1)
-	away := standbyView{held: held, next: readable, away: "x"}
+	ready := imageOfTest(api.ImageReady, 1)
+	gone, full := obstacle{api.ReasonTargetMissing, "x"}, func(int64) error { return api.Errorf(api.Full, "no disk") }
+	away := standbyView{held: held, next: readable, away: gone}
+	damaged := []*api.Backup{backupOfTest(2)}
+	damaged[0].Status.Damaged = true
 	for what, c := range map[string]struct {
 		held, next          int
 		view                standbyView
 		now, answered, late bool
 		want                int
 	}{
+		"a damaged one, whole on the disk":  {1, 2, standbyView{held: held, next: ready, backups: damaged}, false, true, false, 2},
+		"a damaged one":                     {1, 2, standbyView{held: held, next: readable, backups: damaged}, false, true, false, 0},
+		"a damaged one, for long":           {1, 2, standbyView{held: held, next: readable, backups: damaged}, false, true, true, 1},
+		"one without room":                  {1, 2, standbyView{held: held, next: readable, room: full}, false, true, false, 0},
+		"a newer one without room":          {1, 0, standbyView{held: held, unfit: gone}, false, true, false, 0},
+		"a newer one without room for long": {1, 0, standbyView{held: held, unfit: gone}, false, true, true, 1},
+		"one without room, for long":        {1, 2, standbyView{held: held, next: readable, room: full}, false, true, true, 1},
 		"no answer yet":                     {1, 0, standbyView{held: held}, false, false, false, 0},
 		"no answer, and a readable one":     {1, 2, standbyView{held: held, next: readable}, false, false, false, 0},
 		"no answer in time":                 {1, 2, standbyView{held: held, next: readable}, false, false, true, 1},
@@ -133,9 +144,9 @@ func TestActivationChoosesTheNewestBackup(t *testing.T) {
 		"the target is away":                {1, 2, away, false, true, false, 0},
 		"the target is away for long":       {1, 2, away, false, true, true, 1},
 		"now":                               {1, 2, standbyView{held: held, next: readable}, true, false, false, 1},
-		"now, with nothing held":            {0, 1, standbyView{next: readable, away: "x"}, true, false, false, 1},
-		"the target is away, and no newer":  {1, 0, standbyView{held: held, away: "x"}, false, true, false, 0},
-		"no newer for long, target is away": {1, 0, standbyView{held: held, away: "x"}, false, true, true, 1},
+		"now, with nothing held":            {0, 1, standbyView{next: readable, away: gone}, true, false, false, 1},
+		"the target is away, and no newer":  {1, 0, standbyView{held: held, away: gone}, false, true, false, 0},
+		"no newer for long, target is away": {1, 0, standbyView{held: held, away: gone}, false, true, true, 1},
 	} {
 		v := &api.Volume{Status: api.VolumeStatus{Standby: &api.StandbyStatus{}}}
 		if c.held > 0 {
@@ -144,7 +155,11 @@ func TestActivationChoosesTheNewestBackup(t *testing.T) {
 		if c.next > 0 {
 			v.Status.Standby.Next = heldOfTest(c.next)
 		}
-		got, waits := chooseActivated(v, &c.view, c.now, c.answered, c.late)
+		if c.view.answered, c.view.late = c.answered, c.late; c.now {
+			v.Annotations = map[string]string{api.AnnotationActivateNow: ""}
+		}
+		c.view.judgeNext(v)
+		got, waits := chooseActivated(v, &c.view)
 		if (got == nil) != (c.want == 0) || got != nil && *got != *heldOfTest(c.want) || (got == nil) != (waits != "") {
 			t.Errorf("%s: %+v (%s), want backup %d", what, got, waits, c.want)
 		}
@@ -220,13 +235,18 @@ func (w *standbyWorld) reconcile() *api.Volume {
 	}
 }
 
-// image plays the room imagestore: it gives a hidden image a state.
+// image plays the room imagestore: it gives a hidden image a state, and content of 64 MiB.
 func (w *standbyWorld) image(name string, state api.ImageState) *api.BackingImage {
+	w.T.Helper()
+	return w.sizedImage(name, state, 64<<20)
+}
+
+func (w *standbyWorld) sizedImage(name string, state api.ImageState, size int64) *api.BackingImage {
 	w.T.Helper()
 	img := &api.BackingImage{ObjectMeta: apitest.Named(name)}
 	apitest.EditStatus(w.Server, img, func(i *api.BackingImage) {
 		i.Status.State, i.Status.UUID, i.Status.Layers = state, "u-"+api.UID(name), []api.UID{"l-" + api.UID(name)}
-		i.Status.Readable, i.Status.VirtualSize = state == api.ImageInProgress, 64<<20
+		i.Status.Readable, i.Status.VirtualSize = state == api.ImageInProgress, size
 		if i.Status.ReadyCopies = 0; state == api.ImageReady {
 			i.Status.ReadyCopies = 1
 			i.Status.Copies = []api.ImageCopySummary{{Node: "n1", State: state}}
@@ -258,24 +278,26 @@ func TestStandbyFollowsAndIsActivated(t *testing.T) {
 	w.backup(1, 32<<20)
 	v = w.reconcile()
 	first := v.NextImage()
-	img := w.image(first, api.ImageInProgress)
-	if v.Spec.Size != 32<<20 || img.Spec.MinNumberOfCopies != 1 || img.Annotations[api.AnnotationPrefer] != "n1" ||
+	img := w.sizedImage(first, api.ImageInProgress, 32<<20)
+	if v.Spec.Size != 16<<20 || img.Spec.MinNumberOfCopies != 1 || img.Annotations[api.AnnotationPrefer] != "n1" ||
 		img.Spec.SourceParameters[api.RestoreBackupURL] != backupOfTest(1).Status.URL || img.Labels[api.LabelHidden] != "dr" {
 		t.Errorf("the volume of %d bytes fetches %+v %+v", v.Spec.Size, img.ObjectMeta, img.Spec)
 	}
-	w.image(first, api.ImageReady)
-	if v = w.reconcile(); v.Status.LastBackup != "b1" || v.RestoreImage() != first || v.NextImage() != "" {
+	w.sizedImage(first, api.ImageReady, 32<<20)
+	if v = w.reconcile(); v.Status.LastBackup != "b1" || v.RestoreImage() != first || v.NextImage() != "" ||
+		v.Spec.Size != 32<<20 {
 		t.Fatalf("the volume holds %q", v.Status.LastBackup)
 	}
 	w.backup(2, 64<<20) // the followed volume was expanded
 	v = w.reconcile()
 	second := v.NextImage()
 	w.image(second, api.ImageInProgress)
-	if v = w.reconcile(); v.Status.LastBackup != "b1" || v.Spec.Size != 64<<20 || w.isDeleted(first) {
+	if v = w.reconcile(); v.Status.LastBackup != "b1" || v.Spec.Size != 32<<20 || w.isDeleted(first) {
 		t.Errorf("while backup 2 arrives, the volume holds %q", v.Status.LastBackup)
 	}
 	w.image(second, api.ImageReady)
-	if v = w.reconcile(); v.Status.LastBackup != "b2" || v.Status.Size != 64<<20 || !w.isDeleted(first) {
+	if v = w.reconcile(); v.Status.LastBackup != "b2" || v.Status.Size != 64<<20 || v.Spec.Size != 64<<20 ||
+		!w.isDeleted(first) {
 		t.Errorf("the volume holds %q, and the image of before is deleted: %v", v.Status.LastBackup, w.isDeleted(first))
 	}
 

@@ -289,7 +289,7 @@ func beginVolume(v *api.Volume) error {
 	}
 	v.Status.State, v.Status.Robustness = api.VolumeCreating, api.RobustUnknown
 	if found == nil {
-		v.Status.UID = api.NewUID()
+		v.Status.UID, v.Status.IsStandby = api.NewUID(), v.Spec.Standby
 		return nil
 	}
 	v.Status.UID, v.Status.Epoch, v.Status.Members = found.UID, found.Epoch, found.Members
