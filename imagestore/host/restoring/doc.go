@@ -7,7 +7,7 @@
 // that an earlier process left on the disk. After the restore, the layer of the disk answers.
 //
 // A restore first copies the chunks that other layers on the node's disks have at the same place, and then fetches the
-// rest from the store.
+// rest from the store, also what a disk has that hangs (package watched).
 //
 // An open backup has the index of when it was opened, and a node may heal damage later: so a backup with damage is
 // opened again, after pauses that grow, and the one of before stays in use until then. A restore that lacks damaged
@@ -19,7 +19,7 @@
 // aheadAtOnce, each restore localAtOnce of them. The digests of a layer take 16 bytes per MiB of its size, those of all
 // layers at most Options.PlanMemory.
 //
-// Goroutines belong to the Set, a Runnable of the manager, which waits for all of them.
+// Goroutines belong to the Set, a Runnable of the manager, which waits for all of them but the overdue calls of a disk.
 //
 // Lock order: Layer.filling, then Layer.mu, then Set.mu. None is held over a request to a store; filling is held for
 // reading over reads of the layer in the making, and over writes of readers' chunks.

@@ -1,6 +1,7 @@
 package restoring
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -8,12 +9,20 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"drover.io/drover/api"
 	"drover.io/drover/block"
+	"drover.io/drover/block/watched"
 )
 
 // A restore takes a chunk from a layer on a disk of the node that has a chunk of the same digest at the same place, as
 // an earlier backup of the volume has, or a snapshot of the volume itself. The store sends the other chunks. A layer is
 // open only while its chunks are copied, because an open layer delays merges.
+
+// localDisk is a disk of the node, which may hang: then the store sends the chunks.
+type localDisk struct {
+	block.DigestLayers
+	watch watched.Disk
+}
 
 // copyLocal copies the chunks that layers on the node's disks have. An error is one of the sink, or the end of ctx: a
 // layer that cannot be read is no source.
@@ -32,26 +41,35 @@ func (f *Fill) copyLocal(ctx context.Context, s *fillSink) error {
 		if !ok {
 			continue
 		}
-		names, err := on.LayerNames()
-		if err != nil {
-			f.l.set.Log.Info("a restore does not see the layers of a disk", "disk", d.UID(), "err", err)
-		}
-		for _, uid := range names {
-			if err := f.copyFrom(ctx, s, p, on, uid); err != nil {
-				return err
-			}
+		hangs := api.Errorf(api.Unavailable, "disk %s: does not answer", d.UID())
+		if err := f.copyFromDisk(ctx, s, p, localDisk{on, watched.NewDisk(d.UID(), hangs)}); err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
+// copyFromDisk copies the chunks that layers of a disk have.
+func (f *Fill) copyFromDisk(ctx context.Context, s *fillSink, p *plan, on localDisk) error {
+	names, err := watched.Call(on.watch, on.LayerNames, nil)
+	for _, uid := range names {
+		if err := f.copyFrom(ctx, s, p, on, uid); err != nil {
+			return err
+		}
+	}
+	if err = cmp.Or(on.watch.Failure(), err); err != nil {
+		f.l.set.Log.Info("a restore does not see all layers of a disk", "disk", on.UID(), "err", err)
+	}
+	return nil
+}
+
 // copyFrom copies the chunks of a layer that the plan has, too.
-func (f *Fill) copyFrom(ctx context.Context, s *fillSink, p *plan, on block.DigestLayers, uid string) error {
-	sums, err := on.Sums(uid)
+func (f *Fill) copyFrom(ctx context.Context, s *fillSink, p *plan, on localDisk, uid string) error {
+	sums, err := watched.Call(on.watch, func() ([]byte, error) { return on.Sums(uid) }, nil)
 	if err != nil {
 		return nil // not finished, or without digests
 	}
-	src, err := on.Open(uid)
+	src, err := watched.Open(on.watch, func() (block.Source, error) { return on.Open(uid) })
 	if err != nil {
 		return nil
 	}
@@ -76,7 +94,7 @@ func (f *Fill) copyChunk(s *fillSink, p *plan, src block.Source, c int64) error 
 	b, off := block.AlignedBuffer(int(p.length(c))), c*block.ChunkSize
 	n, err := src.ReadAt(b, off)
 	if n < len(b) || err != nil && !errors.Is(err, io.EOF) || !p.matches(c, b) {
-		return nil // the disk has damage of its own, which its scrub reports
+		return nil // the disk hangs, or has damage of its own, which its scrub reports
 	}
 	if whole := off+int64(n) <= p.content; whole {
 		err = s.WriteChunk(b, off, p.digest(c))
