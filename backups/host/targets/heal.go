@@ -4,8 +4,8 @@ import (
 	"context"
 	"log/slog"
 	"sync"
+	"time"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	ctrl "sigs.k8s.io/controller-runtime"
@@ -21,13 +21,16 @@ import (
 	"drover.io/drover/backups/repo/blob"
 )
 
+// longestHealPause bounds the pause after failed heals, which begins with Options.Retry.
+const longestHealPause = time.Hour
+
 // healReconciler heals targets that other nodes look after. The owner of a target heals from its own disks, and writes
 // the damage that is left into the status. Then each other node heals once, as far as its disks have the blobs, and
 // adds the number to the status, so that the owner looks again. Nodes need no turns: a blob that two nodes write is one
-// blob for all readers, and a sweep deletes the second.
+// blob for all readers, and a sweep deletes the second. A heal that another look overtakes ends first, because the
+// blobs that it has written count.
 type healReconciler struct {
 	client.Client
-	live         client.Reader // without a cache
 	node         string
 	opts         Options
 	repositories *Repositories
@@ -39,15 +42,18 @@ type healReconciler struct {
 	heals map[string]*nodeHeal // by name of the target
 }
 
-// nodeHeal is the heal of this node after one look for damage.
+// nodeHeal has the heals of a target by this node, for the reconcile of the target alone.
 type nodeHeal struct {
-	target types.UID
-	found  metav1.MicroTime // DamageFoundAt
-	job    *job[healResult]
-	done   bool
+	target   types.UID
+	job      *job[healResult]
+	found    metav1.MicroTime // DamageFoundAt at the start of the job, or of the last heal without an error
+	done     bool             // the heal after found had no error
+	healed   int64            // blobs that are not in the status yet
+	failures int              // in a row
+	again    time.Time        // no job begins before
 }
 
-// healResult is the number of blobs that a heal wrote again.
+// healResult is the number of blobs that a heal wrote again, with an error, too.
 type healResult struct {
 	healed int64
 	err    error
@@ -69,35 +75,54 @@ func (r *healReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.
 	t := &api.BackupTarget{}
 	if err := r.Get(ctx, req.NamespacedName, t); client.IgnoreNotFound(err) != nil {
 		return ctrl.Result{}, err
-	} else if err != nil || !r.isConcerned(t) {
+	} else if err != nil {
 		r.forget(req.Name)
 		return ctrl.Result{}, nil
 	}
-	h := r.healOf(t)
-	switch {
-	case h.done, h.job.isRunning():
-		return ctrl.Result{}, nil
-	case h.job == nil: // no job either while one of an earlier look runs, whose end wakes the reconciler
-		target := t.DeepCopy()
-		h.job = startJob(ctx, r.jobs, t.Name, "heal", func(ctx context.Context) healResult {
-			return r.repositories.heal(ctx, target, r.node, r.opts)
-		})
-		return ctrl.Result{}, nil
-	}
-	if err := h.job.result.err; err != nil {
-		r.log.Warn("a damaged backup target cannot be healed yet", "target", t.Name, "err", err)
-		h.job = nil
-		return ctrl.Result{RequeueAfter: r.opts.Retry}, nil
-	}
-	if n := h.job.result.healed; n > 0 {
-		again, err := r.addHealed(ctx, t, n)
-		if again || err != nil {
-			return ctrl.Result{RequeueAfter: conflictPause}, err
+	h, concerned := r.healOf(t), r.isConcerned(t)
+	if h.job.isRunning() {
+		if t.ExplainReadOnly() != "" {
+			h.job.stop() // the end wakes the reconciler
 		}
-		reportHeal(r.events, t, n, r.node)
+		return ctrl.Result{}, nil
 	}
-	h.done = true
+	if h.job != nil {
+		r.endJob(t, h)
+	}
+	if h.healed > 0 {
+		if err := AddHealed(ctx, r.Client, t, h.healed); err != nil {
+			return ctrl.Result{}, err
+		}
+		reportHeal(r.events, t, h.healed, r.node)
+		h.healed = 0
+	}
+	if !concerned || h.done && h.found.Equal(t.Status.Verification.DamageFoundAt) {
+		return ctrl.Result{}, nil
+	}
+	if pause := h.again.Sub(r.opts.Now()); pause > 0 {
+		return ctrl.Result{RequeueAfter: pause}, nil
+	}
+	target := t.DeepCopy()
+	h.found, h.done = *t.Status.Verification.DamageFoundAt, false
+	// None while the job of a deleted target of the name runs, whose end wakes the reconciler.
+	h.job = startJob(ctx, r.jobs, t.Name, "heal", func(ctx context.Context) healResult {
+		return r.repositories.heal(ctx, target, r.node, r.opts)
+	})
 	return ctrl.Result{}, nil
+}
+
+// endJob takes the result of an ended heal. The pause after a failure doubles with each failure.
+func (r *healReconciler) endJob(t *api.BackupTarget, h *nodeHeal) {
+	result := h.job.result
+	h.job = nil
+	h.healed += result.healed
+	if h.done = result.err == nil; h.done {
+		h.failures, h.again = 0, time.Time{}
+		return
+	}
+	r.log.Warn("a damaged backup target cannot be healed yet", "target", t.Name, "err", result.err)
+	h.again = r.opts.Now().Add(min(r.opts.Retry<<min(h.failures, 10), max(r.opts.Retry, longestHealPause)))
+	h.failures++
 }
 
 // isConcerned reports whether a target has damage that other nodes than its owner may heal.
@@ -107,23 +132,23 @@ func (r *healReconciler) isConcerned(t *api.BackupTarget) bool {
 		t.ExplainReadOnly() == ""
 }
 
-// healOf is the heal after the last look for damage. It cancels that of an earlier one.
+// healOf has the heals of a target.
 func (r *healReconciler) healOf(t *api.BackupTarget) *nodeHeal {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	found := *t.Status.Verification.DamageFoundAt
 	h := r.heals[t.Name]
-	if h != nil && (h.target != t.UID || !h.found.Equal(&found)) {
+	if h != nil && h.target != t.UID {
 		h.job.stop()
 		h = nil
 	}
 	if h == nil {
-		h = &nodeHeal{target: t.UID, found: found}
+		h = &nodeHeal{target: t.UID}
 		r.heals[t.Name] = h
 	}
 	return h
 }
 
+// forget cancels the heal of a deleted target.
 func (r *healReconciler) forget(name string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -131,23 +156,6 @@ func (r *healReconciler) forget(name string) {
 		h.job.stop()
 		delete(r.heals, name)
 	}
-}
-
-// addHealed adds blobs to the status, which the owner writes, too; again says that the owner was faster.
-func (r *healReconciler) addHealed(ctx context.Context, cached *api.BackupTarget, blobs int64) (again bool, err error) {
-	t := &api.BackupTarget{}
-	if err := r.live.Get(ctx, client.ObjectKeyFromObject(cached), t); err != nil {
-		return false, client.IgnoreNotFound(err)
-	}
-	v := t.Status.Verification
-	if t.UID != cached.UID || v == nil {
-		return false, nil
-	}
-	v.HealedBlobs, v.UncheckedBlobs = v.HealedBlobs+blobs, v.UncheckedBlobs+blobs
-	if err := r.Status().Update(ctx, t); err != nil {
-		return apierrors.IsConflict(err), ignoreRace(api.Explain(err, "write the status"), err)
-	}
-	return false, nil
 }
 
 // heal writes the damaged blobs again that disks of the node have: of backups of volumes with a replica here, and of

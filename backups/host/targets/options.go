@@ -37,7 +37,7 @@ type Options struct {
 	// MostBackups bounds the objects of a target for backups that were found in the store; 20,000.
 	MostBackups int
 	// Heal writes blobs again that snapshots of a repository lost, as far as the node's disks have them, and returns their
-	// number; nil: no disk is asked.
+	// number, with an error, too; nil: no disk is asked.
 	Heal func(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions) (int64, error)
 	// OpenStore opens the store of a URL with the credentials of a Secret; address.Parse and Open.
 	OpenStore func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error)

@@ -26,7 +26,7 @@ func Setup(mgr ctrl.Manager, node string, o Options) (*Repositories, error) {
 	if err := r.setup(mgr); err != nil || r.opts.Heal == nil {
 		return r.repositories, err
 	}
-	h := &healReconciler{Client: r.Client, live: r.live, node: node, opts: r.opts, repositories: r.repositories,
+	h := &healReconciler{Client: r.Client, node: node, opts: r.opts, repositories: r.repositories,
 		jobs: newJobSet(), events: r.events, log: r.opts.Log.With("loop", "backup-heals"), heals: map[string]*nodeHeal{}}
 	return r.repositories, h.setup(mgr)
 }

@@ -59,3 +59,17 @@ func RequestSweep(ctx context.Context, c client.Client, target *api.BackupTarget
 	})
 	return client.IgnoreNotFound(err)
 }
+
+// AddHealed adds blobs that this node wrote again to the status of a BackupTarget. The owner then looks whether damage is
+// left.
+func AddHealed(ctx context.Context, c client.Client, target *api.BackupTarget, blobs int64) error {
+	_, err := await.EditStatus(ctx, c, target.Name, func(t *api.BackupTarget) (bool, error) {
+		v := t.Status.Verification
+		if t.UID != target.UID || v == nil {
+			return false, nil
+		}
+		v.HealedBlobs, v.UncheckedBlobs = v.HealedBlobs+blobs, v.UncheckedBlobs+blobs
+		return true, nil
+	})
+	return client.IgnoreNotFound(api.Explain(err, "backup target %s: add the healed blobs to the status", target.Name))
+}

@@ -10,6 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -154,8 +155,13 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 	if verified {
 		rec.applyVerification(t, backups, r.opts.Retry, now)
 	}
-	if err := r.markDamaged(ctx, rec, backups); err != nil { // before the target tells the end of the verification
-		return false, err
+	again, err = r.markDamaged(ctx, rec, backups) // before the target tells the end of the verification
+	if again || err != nil {
+		return again, err
+	}
+	if v := t.Status.Verification; rec.marked && v != nil && v.DamageFoundAt != nil {
+		at := metav1.NewMicroTime(now) // nodes that have looked already did not know these backups
+		v.DamageFoundAt = &at
 	}
 	rec.addTraceless(t, backups)
 	rec.requestSweep(t, now)
@@ -166,7 +172,7 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 			return true, ignoreRace(api.Explain(err, "write the status"), err)
 		}
 	}
-	rec.deletedCount, rec.wantsSweep = 0, false
+	rec.deletedCount, rec.wantsSweep, rec.marked = 0, false, false
 	if visited {
 		r.reportVisit(t, before, &rec.visit.result)
 		rec.visit = nil

@@ -42,6 +42,7 @@ type targetRecord struct {
 	verifyAgain  time.Time        // no step begins before
 	healSeen     time.Time        // when UncheckedBlobs of the status became more than 0; zero: 0
 	damaged      map[blob.ID]bool // snapshots of the last check; nil: none in this process
+	marked       bool             // a backup got the mark that it is damaged since the last status
 }
 
 // stop cancels the jobs.

@@ -9,8 +9,10 @@ import (
 
 	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/recorder"
 
 	"drover.io/drover/api"
@@ -290,10 +292,12 @@ func reportHeal(events recorder.EventRecorder, t *api.BackupTarget, blobs int64,
 		api.CountText(int(blobs), "blob"), node)
 }
 
-// markDamaged writes into the backups whether the last check found them damaged.
-func (r *targetReconciler) markDamaged(ctx context.Context, rec *targetRecord, backups []api.StoredBackup) error {
+// markDamaged writes into the backups whether the last check found them damaged; again says that a backup changed
+// meanwhile.
+func (r *targetReconciler) markDamaged(ctx context.Context, rec *targetRecord, backups []api.StoredBackup) (
+	again bool, err error) {
 	if rec.damaged == nil {
-		return nil
+		return false, nil
 	}
 	for _, cached := range backups {
 		id, ok := snapshotOf(cached)
@@ -302,11 +306,15 @@ func (r *targetReconciler) markDamaged(ctx context.Context, rec *targetRecord, b
 		}
 		b := cached.DeepCopyObject().(api.StoredBackup)
 		b.Common().Damaged = rec.damaged[id]
-		if err := r.Status().Update(ctx, b); err != nil {
-			if err := ignoreRace(api.Explain(err, "backup %s: write the status", b.GetName()), err); err != nil {
-				return err
-			}
+		err := r.Status().Update(ctx, b)
+		switch {
+		case apierrors.IsConflict(err):
+			again = true
+		case client.IgnoreNotFound(err) != nil:
+			return again, api.Explain(err, "backup %s: write the status", b.GetName())
+		case err == nil && b.Common().Damaged:
+			rec.marked = true
 		}
 	}
-	return nil
+	return again, nil
 }

@@ -25,6 +25,20 @@ func (s *shelf) packs() []string {
 	return all
 }
 
+// damageData changes a byte in each pack with data of 50,000 bytes or more, except some packs.
+func (s *shelf) damageData(except map[string]bool) {
+	s.Helper()
+	for _, path := range s.packs() {
+		b, err := os.ReadFile(path)
+		must(s, err)
+		if len(b) > 50_000 && !except[path] {
+			b[1000] ^= 1
+			must(s, os.Remove(path))
+			must(s, os.WriteFile(path, b, 0o600))
+		}
+	}
+}
+
 // verify asks for a verification and waits for its end.
 func (w *world) verify(name string) *api.BackupTarget {
 	w.T.Helper()
@@ -62,13 +76,7 @@ func TestVerificationNamesDamagedBackups(t *testing.T) {
 	for _, path := range before {
 		known[path] = true
 	}
-	for _, path := range s.packs() {
-		if b, err := os.ReadFile(path); err == nil && !known[path] && len(b) > 50_000 { // the data of bad
-			b[1000] ^= 1
-			must(t, os.Remove(path))
-			must(t, os.WriteFile(path, b, 0o600))
-		}
-	}
+	s.damageData(known)
 	target := w.verify("default")
 	v := target.Status.Verification
 	if !meta.IsStatusConditionTrue(target.Status.Conditions, api.ConditionDamaged) || v.DamagedBlobs != 1 ||
@@ -102,13 +110,7 @@ func TestDamageThatAnotherClusterFound(t *testing.T) {
 	s.save(60_000, factsOf("bad").Tags()...)
 	w.addTarget("default", s.url(), "")
 	w.awaitReason("default", api.ReasonAvailable, "")
-	for _, path := range s.packs() {
-		if b, err := os.ReadFile(path); err == nil && !before[path] && len(b) > 50_000 { // the data of bad
-			b[1000] ^= 1
-			must(t, os.Remove(path))
-			must(t, os.WriteFile(path, b, 0o600))
-		}
-	}
+	s.damageData(before)
 	other, err := repo.Open(t.Context(), openFolder(t, s.dir), api.PublishedPassword, repo.Options{Cache: t.TempDir()})
 	must(t, err)
 	stats, err := other.Verify(t.Context(), repo.VerifyOptions{Until: partEnd(api.VerificationParts - 1),
