@@ -11,7 +11,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/block"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
@@ -157,11 +156,6 @@ func TestSourceIsTakenAway(t *testing.T) {
 func TestHoldsOfFormerProcessesAreReleased(t *testing.T) {
 	w := newWorld(t)
 	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, chunk)})
-	hold := func(holder string) {
-		_, _, err := w.disk.HoldSnapshot(w.Ctx, holder, "b", string(v.replica),
-			block.SnapshotCut{UID: string(v.snapshots[0])})
-		must(t, err)
-	}
 	ended := w.newBackup("ended", v, 0)
 	apitest.EditStatus(w.Server, ended, func(b *api.Backup) { b.Status.State = api.BackupError })
 	elsewhere := w.newBackup("elsewhere", v, 0, func(b *api.Backup) { b.Spec.Source.Node = "node-2" })
@@ -169,9 +163,9 @@ func TestHoldsOfFormerProcessesAreReleased(t *testing.T) {
 	w.store.set(g.hook, nil)
 	unfinished := w.newBackup("unfinished", v, 0)
 	for _, b := range []*api.Backup{ended, elsewhere, unfinished} {
-		hold(string(b.UID))
+		w.hold(v, string(b.UID))
 	}
-	hold(string(api.NewUID()))
+	w.hold(v, string(api.NewUID()))
 	w.start(nil)
 	w.receive(g.reached, "the unfinished backup uploads")
 	w.awaitHolds(1)

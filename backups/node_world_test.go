@@ -150,7 +150,8 @@ func (g *gate) hook(ctx context.Context, operation, name string) error {
 type world struct {
 	*apitest.Server
 	disk   *stack.Disk
-	broken atomic.Bool // the disk does not answer
+	broken atomic.Bool                    // the disk does not answer
+	disks  map[api.UID]block.SnapshotDisk // further ones
 	folder string
 	store  *hookedStore
 	opts   host.Options
@@ -224,6 +225,9 @@ func (w *world) killed(b *api.Backup) {
 }
 
 func (w *world) findDisk(uid api.UID) (block.SnapshotDisk, error) {
+	if disk := w.disks[uid]; disk != nil {
+		return disk, nil
+	}
 	if uid != api.UID(w.disk.UID()) || w.broken.Load() {
 		return nil, api.Errorf(api.Unavailable, "disk %s: does not answer", uid)
 	}

@@ -1,7 +1,9 @@
 package backups
 
 import (
+	"cmp"
 	"context"
+	"log/slog"
 
 	ctrl "sigs.k8s.io/controller-runtime"
 
@@ -18,13 +20,15 @@ import (
 // finds a disk of the node by its UID.
 func SetupNode(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDisk, error), o host.Options) (
 	open func(ctx context.Context, url string) (block.Backup, error), err error) {
-	healer := &heal.Disks{Live: mgr.GetAPIReader(), Node: node, Disk: disks, Holders: &holders.Set{}, Log: o.Log}
+	disks, pacer := host.WatchDisks(disks), o.NewPacer(mgr.GetClient())
+	healer := &heal.Disks{Live: mgr.GetAPIReader(), Node: node, Disk: disks, Holders: &holders.Set{}, Pacer: pacer,
+		Log: cmp.Or(o.Log, slog.Default())}
 	o.Targets.Heal = healer.Heal
 	repositories, err := targets.Setup(mgr, node, o.ForTargets())
 	if err != nil {
 		return nil, err
 	}
-	if err := host.Setup(mgr, node, disks, repositories, healer.Holders, o); err != nil {
+	if err := host.Setup(mgr, node, disks, repositories, healer.Holders, pacer, o); err != nil {
 		return nil, err
 	}
 	backups := &restore.Backups{Reader: mgr.GetClient(), Repositories: repositories}

@@ -50,6 +50,11 @@ func (a *attempt) run(ctx context.Context, w *work) error {
 	if err != nil {
 		return err
 	}
+	leave, err := a.holders.Enter(ctx, w.hold())
+	if err != nil {
+		return err
+	}
+	defer leave()
 	of := a.contentOf(a.b)
 	var layers []string
 	var size int64
@@ -114,7 +119,7 @@ func (a *attempt) upload(ctx context.Context, w *work, opened *targets.Opened, o
 	backupBytes.WithLabelValues("uploaded").Add(float64(result.StoredBytes))
 	w.made.snapshot = result.Snapshot
 	if b, is := a.b.(*api.Backup); is && o.Reread {
-		if err := a.healVolume(ctx, opened.Repository, b, src, o.Writer); err != nil {
+		if err := a.healVolume(ctx, opened, b, src, o.Writer); err != nil {
 			a.log.Warn("damaged backups of the volume cannot be healed", "backup", b.Name, "err", err)
 		}
 	}

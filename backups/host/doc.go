@@ -13,7 +13,8 @@
 //   - A work begins after InProgress is in the status. So the next process, or the next node, knows that the repository
 //     may have a snapshot of the Backup, and looks for the snapshot before the next attempt or the deletion.
 //   - A hold keeps the layers of the snapshot or image from the first attempt until the backup ends. The collector
-//     releases the holds that a killed process left: those of no unfinished backup and of no work (package holders).
+//     releases the holds that a killed process left: no unfinished backup needs them, and no work uses them (package
+//     holders).
 //
 // Memory: the backups and restores of a node share Options.Memory (256 MiB). Restores have a quarter, for as many
 // requests of 8 MiB at once. Each place of a backup has an equal part of the rest: a buffer of 2 MiB for each of its
@@ -23,5 +24,7 @@
 // Goroutines: the reconciler and the collector are the manager's. Works run in goroutines of the workSet, a Runnable of
 // the manager that waits for all of them. A work never writes the status of a Backup.
 //
-// Lock order: workSet.mu, then holders.Set.mu.
+// A disk may hang: each call of a disk but ChangedChunks has a limit (package watched), and the reconciler calls none.
+//
+// The mutexes are leaves.
 package host

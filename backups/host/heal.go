@@ -3,11 +3,12 @@ package host
 import (
 	"context"
 	"errors"
-	"io"
+	"iter"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/backups/manifest"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
@@ -17,7 +18,7 @@ import (
 
 // healVolume stores chunks again that damaged backups of the volume lost and src has. The full backup has done so for
 // whole chunks, but not for fragments.
-func (m *maker) healVolume(ctx context.Context, r *repo.Repository, b *api.Backup, src block.DigestSource,
+func (m *maker) healVolume(ctx context.Context, opened *targets.Opened, b *api.Backup, src block.DigestSource,
 	o repo.WriterOptions) error {
 	var list api.BackupList
 	err := m.List(ctx, &list, client.UnsafeDisableDeepCopy, client.MatchingLabels{
@@ -35,22 +36,17 @@ func (m *maker) healVolume(ctx context.Context, r *repo.Repository, b *api.Backu
 	if len(damaged) == 0 {
 		return nil
 	}
-	healed, err := mover.Heal(ctx, r, damaged, o, func(_ context.Context, d manifest.Description, number int64,
-		_ blob.ID, p []byte) (bool, error) {
-		if d.Name != b.Spec.Volume || number*block.ChunkSize+int64(len(p)) > src.Size() {
-			return false, nil
+	sources := func(_ context.Context, d manifest.Description) iter.Seq2[block.DigestSource, error] {
+		return func(yield func(block.DigestSource, error) bool) {
+			if d.Kind == manifest.Volume && d.Name == b.Spec.Volume {
+				yield(src, nil)
+			}
 		}
-		n, err := src.ReadAt(p, number*block.ChunkSize)
-		return n == len(p), ignoreEnd(err)
-	})
-	m.log.Info("damaged backups of the volume were healed", "backup", b.Name, "blobs", healed)
-	return err
-}
-
-// ignoreEnd returns nil for the end of a source, with which the last chunk comes.
-func ignoreEnd(err error) error {
-	if errors.Is(err, io.EOF) {
-		return nil
+	}
+	healed, err := mover.Heal(ctx, opened.Repository, damaged, o, sources)
+	if healed > 0 {
+		m.log.Info("damaged backups of the volume were healed", "backup", b.Name, "blobs", healed)
+		err = errors.Join(err, targets.AddHealed(ctx, m.Client, opened.Target, healed))
 	}
 	return err
 }

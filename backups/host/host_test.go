@@ -17,7 +17,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/backups/host/holders"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/block"
@@ -210,26 +209,6 @@ func TestOnlyTheSourceCommits(t *testing.T) {
 	a := &attempt{maker: &maker{node: "me", live: liveBackup{}}, b: b}
 	if err := a.confirmSource(t.Context(), w); !api.Is(err, api.NotFound) {
 		t.Errorf("gone: %v", err)
-	}
-}
-
-// TestCollectorKeepsTheHoldsOfWorks: a work that began after the collector's look at the Backups keeps its hold until
-// the reconciler has released the hold and forgets the work.
-func TestCollectorKeepsTheHoldsOfWorks(t *testing.T) {
-	h := &holders.Set{}
-	works := newWorkSet(h)
-	w := &work{backup: types.NamespacedName{Name: "b"}, object: "1"}
-	must(t, works.startWork(w, func(context.Context, *work) error { return nil }, func() {}))
-	<-w.ended
-	var released []string
-	release := func(holder string) error { released = append(released, holder); return nil }
-	for _, holder := range []string{"1", "2"} {
-		must(t, h.Release(holder, release))
-	}
-	works.forget(w)
-	must(t, h.Release("1", release))
-	if !slices.Equal(released, []string{"2", "1"}) {
-		t.Errorf("released: %q", released)
 	}
 }
 

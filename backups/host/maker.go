@@ -64,7 +64,7 @@ func (m *maker) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, e
 		if w.cancel(); w.isRunning() {
 			return ctrl.Result{}, nil // the end of the work wakes the reconciler
 		}
-		m.releaseHold(w)
+		m.releaseSoon(w)
 		m.works.forget(w)
 		w = nil
 	}
@@ -233,7 +233,7 @@ func (m *maker) endAttempt(ctx context.Context, b api.StoredBackup, w *work) (ct
 	m.works.forget(w)
 	m.reportEnd(b, w.err)
 	if b.Ended() {
-		m.releaseHold(w)
+		m.releaseSoon(w)
 		return ctrl.Result{}, nil
 	}
 	return ctrl.Result{RequeueAfter: max(m.untilRetry(b), time.Millisecond)}, nil

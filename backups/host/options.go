@@ -27,7 +27,7 @@ type Options struct {
 	Log *slog.Logger
 	// Version of Drover, for the snapshots of repositories.
 	Version string
-	// Guests counts the requests of the node's volumes; nil: backups never wait for guests.
+	// Guests counts the requests of the node's volumes; nil: backups and heals never wait for guests.
 	Guests func(context.Context) (pace.GuestIO, error)
 	// Memory bounds the buffers of all backups and restores of the node, in bytes; 256 MiB.
 	Memory int64
@@ -66,11 +66,12 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
-// newPacer makes the backups of the node wait for guests.
-func (o Options) newPacer(c client.Reader) *pace.Pacer {
+// NewPacer makes the backups and heals of the node wait for guests.
+func (o Options) NewPacer(c client.Reader) *pace.Pacer {
 	if o.Guests == nil {
 		return nil
 	}
+	o = o.withDefaults()
 	return pace.New(pace.Options{Guests: o.Guests, Keep: func(ctx context.Context) float64 {
 		return float64(min(watch.SettingNumber(ctx, c, settingGuestSpeed, o.Log), 95)) / 100
 	}, Rested: func(d time.Duration) { backupPauses.Add(d.Seconds()) }})

@@ -51,7 +51,7 @@ func (d *removal) run(ctx context.Context, w *work) error {
 			return err
 		}
 	}
-	d.releaseHold(w) // a disk that failed for good delays no deletion
+	d.releaseHold(w) // a disk that failed or hangs delays no deletion
 	return nil
 }
 

@@ -12,7 +12,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"drover.io/drover/api"
-	"drover.io/drover/backups/host/holders"
 	"drover.io/drover/backups/mover"
 )
 
@@ -65,10 +64,9 @@ func (w *work) currentPhase() string {
 type workFunc func(ctx context.Context, w *work) error
 
 // workSet owns the works of a node, one for each Backup at most: it starts them, cancels them, and waits for all of
-// them when the manager stops. The end of a work wakes the reconciler.
+// them, and for the releases of holds, when the manager stops. The end of a work wakes the reconciler.
 type workSet struct {
 	wake       chan event.GenericEvent
-	holders    *holders.Set
 	ctx        context.Context // of all works
 	cancel     context.CancelFunc
 	goroutines sync.WaitGroup
@@ -78,8 +76,8 @@ type workSet struct {
 	byBackup map[types.NamespacedName]*work
 }
 
-func newWorkSet(h *holders.Set) *workSet {
-	s := &workSet{wake: make(chan event.GenericEvent, 16), holders: h, byBackup: map[types.NamespacedName]*work{}}
+func newWorkSet() *workSet {
+	s := &workSet{wake: make(chan event.GenericEvent, 16), byBackup: map[types.NamespacedName]*work{}}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	return s
 }
@@ -98,13 +96,11 @@ func (s *workSet) Start(ctx context.Context) error {
 // NeedLeaderElection is false: every node runs its own works.
 func (s *workSet) NeedLeaderElection() bool { return false }
 
-// startWork starts a work and calls done at its end. The work's object is a holder until forget.
+// startWork starts a work and calls done at its end.
 func (s *workSet) startWork(w *work, do workFunc, done func()) error {
-	s.holders.Add(string(w.object))
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.stopped {
-		s.holders.Remove(string(w.object))
 		return context.Canceled
 	}
 	ctx, cancel := context.WithCancel(s.ctx)
@@ -112,6 +108,15 @@ func (s *workSet) startWork(w *work, do workFunc, done func()) error {
 	s.byBackup[w.backup] = w
 	s.goroutines.Go(func() { s.runWork(ctx, w, do, done) })
 	return nil
+}
+
+// run runs do in the background, unless the works end.
+func (s *workSet) run(do func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.stopped {
+		s.goroutines.Go(do)
+	}
 }
 
 func (s *workSet) runWork(ctx context.Context, w *work, do workFunc, done func()) {
@@ -151,6 +156,5 @@ func (s *workSet) forget(w *work) {
 	defer s.mu.Unlock()
 	if s.byBackup[w.backup] == w {
 		delete(s.byBackup, w.backup)
-		s.holders.Remove(string(w.object))
 	}
 }

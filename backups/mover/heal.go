@@ -1,24 +1,32 @@
 package mover
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"io"
+	"iter"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/manifest"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/block"
+	"drover.io/drover/block/pace"
 )
 
-// FindChunk reads chunk number of a volume or image into b if some disk has a chunk of this digest there. Heal compares
-// the bytes with the digest again.
-type FindChunk func(ctx context.Context, d manifest.Description, number int64, digest blob.ID, b []byte) (bool, error)
+// Sources yields the sources that may have chunks of a volume or image, at the places of a backup. Each source is open
+// until the loop continues. An error stands for a source that may have chunks and cannot be opened.
+type Sources func(ctx context.Context, d manifest.Description) iter.Seq2[block.DigestSource, error]
 
-// Heal stores the blobs of chunks again that backups need and that no pack has whole, as far as find finds the chunks,
-// and returns the number of blobs. A fragment is cut out of its chunk. Heal leaves damaged lists of chunks as they are:
-// a full backup of the same content writes them again. Heal skips snapshots of other programs.
-func Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions, find FindChunk) (
+// healedAtOnce is how many chunks Heal looks for in each source, before it opens the sources again.
+const healedAtOnce = 1024
+
+// Heal stores lost blobs of chunks again, as far as sources have the chunks, and returns the number of durable blobs,
+// also with an error: a source or the repository did not answer, and a later Heal may store more. A fragment is cut out
+// of the chunk. Heal leaves damaged lists of chunks as they are: a full backup of the same content writes these lists
+// again. Heal skips snapshots of other programs. Guests go first.
+func Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions, sources Sources) (
 	healed int64, err error) {
 	lock, err := r.Lock(ctx, repo.Shared)
 	if err != nil {
@@ -36,32 +44,32 @@ func Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.W
 		return 0, err
 	}
 	defer func() { err = errors.Join(err, w.Close()) }()
-	h := &healing{w: w, find: find, missing: map[chunkPlace]bool{}, buffer: block.AlignedBuffer(block.ChunkSize)}
+	defer o.Pacer.Begin()()
+	h := &healing{w: w, pacer: o.Pacer, sources: sources, missing: map[chunkPlace]bool{}}
 	for _, id := range snapshots {
-		m, err := openSnapshot(lock.Context(), r, blobs, id)
-		if repo.IsDamage(err) || api.Is(err, api.Unsupported) {
-			continue
-		} else if err != nil {
-			return 0, err
-		}
-		if err := h.backup(lock.Context(), m); err != nil {
-			return 0, err
+		if err = h.snapshot(lock.Context(), r, blobs, id); err != nil {
+			break
 		}
 	}
-	return h.healed, w.Flush(lock.Context())
+	if flushErr := w.Flush(lock.Context()); flushErr != nil {
+		return 0, errors.Join(err, flushErr)
+	}
+	return h.healed, errors.Join(err, h.unread)
 }
 
 // healing is the state of a Heal.
 type healing struct {
 	w       *repo.Writer
-	find    FindChunk
-	missing map[chunkPlace]bool // chunks that no disk has there
+	pacer   *pace.Pacer
+	sources Sources
+	missing map[chunkPlace]bool // chunks that no source has there
+	unread  error               // of the first source that did not answer
 	buffer  []byte
 	healed  int64
 }
 
-// chunkPlace is a chunk at a place of a volume or image. Two volumes may have the same chunk, and a disk only one of the
-// volumes.
+// chunkPlace is a chunk at a place of a volume or image. Two volumes may have the same chunk, and a disk may have only
+// one of the volumes.
 type chunkPlace struct {
 	kind   manifest.Kind
 	name   string
@@ -69,7 +77,26 @@ type chunkPlace struct {
 	digest blob.ID
 }
 
+// lostChunk is a chunk of which the repository lacks blobs.
+type lostChunk struct {
+	place  chunkPlace
+	length int64
+	parts  []manifest.Part // the lost ones
+}
+
+// snapshot heals a backup.
+func (h *healing) snapshot(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, id blob.ID) error {
+	m, err := openSnapshot(ctx, r, blobs, id)
+	if repo.IsDamage(err) || api.Is(err, api.Unsupported) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	return h.backup(ctx, m)
+}
+
 func (h *healing) backup(ctx context.Context, m *manifest.Manifest) error {
+	var lost []lostChunk
 	for segment := range manifest.Segments(m.Size) {
 		var chunks []manifest.Chunk
 		err := m.Segments(ctx, []int64{segment}, func(_ int64, read []manifest.Chunk, err error) error {
@@ -83,39 +110,148 @@ func (h *healing) backup(ctx context.Context, m *manifest.Manifest) error {
 			return err
 		}
 		for i := range chunks {
-			if err := h.chunk(ctx, m, segment*manifest.SegmentChunks+int64(i), &chunks[i]); err != nil {
+			number := segment*manifest.SegmentChunks + int64(i)
+			c := lostChunk{chunkPlace{m.Kind, m.Name, number, chunks[i].Digest}, manifest.ChunkLength(m.Size, number), nil}
+			if c.parts, err = h.lostParts(ctx, &chunks[i], c.length); err != nil {
 				return err
 			}
+			if len(c.parts) > 0 && !h.missing[c.place] {
+				lost = append(lost, c)
+			}
+		}
+		if len(lost) >= healedAtOnce {
+			if err := h.heal(ctx, m.Description, lost); err != nil {
+				return err
+			}
+			lost = nil
+		}
+	}
+	return h.heal(ctx, m.Description, lost)
+}
+
+// lostParts are the parts of a chunk that the repository lacks.
+func (h *healing) lostParts(ctx context.Context, c *manifest.Chunk, length int64) (lost []manifest.Part, err error) {
+	for p := range c.Parts(length) {
+		if has, err := h.w.Has(ctx, p.ID, blob.Data); err != nil {
+			return nil, err
+		} else if !has {
+			lost = append(lost, p)
+		}
+	}
+	return lost, nil
+}
+
+// heal looks for chunks of one volume or image in its sources. A chunk is missing if each source says so.
+func (h *healing) heal(ctx context.Context, d manifest.Description, lost []lostChunk) (err error) {
+	lost, err = h.takeZeros(ctx, lost)
+	if err != nil || len(lost) == 0 {
+		return err
+	}
+	answered := true
+	for src, failure := range h.sources(ctx, d) {
+		if failure == nil {
+			lost, failure, err = h.takeFrom(ctx, src, lost)
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if err != nil || len(lost) == 0 {
+			return err
+		}
+		if failure != nil {
+			answered = false
+			h.noteUnread(failure)
+		}
+	}
+	if answered {
+		for i := range lost {
+			h.missing[lost[i].place] = true
 		}
 	}
 	return nil
 }
 
-// chunk stores the lost blobs of a chunk.
-func (h *healing) chunk(ctx context.Context, m *manifest.Manifest, number int64, c *manifest.Chunk) error {
-	n := manifest.ChunkLength(m.Size, number)
-	var lost []manifest.Part
-	for p := range c.Parts(n) {
-		if has, err := h.w.Has(ctx, p.ID, blob.Data); err != nil {
-			return err
-		} else if !has {
-			lost = append(lost, p)
+func (h *healing) noteUnread(err error) {
+	if h.unread == nil {
+		h.unread = err
+	}
+}
+
+// takeZeros stores the chunks of zeros, and returns the other chunks.
+func (h *healing) takeZeros(ctx context.Context, lost []lostChunk) (left []lostChunk, err error) {
+	for _, c := range lost {
+		if c.place.digest != manifest.Zeros(c.length).Digest {
+			left = append(left, c)
+		} else if err := h.store(ctx, &c, make([]byte, c.length)); err != nil {
+			return nil, err
 		}
 	}
-	place := chunkPlace{m.Kind, m.Name, number, c.Digest}
-	if len(lost) == 0 || h.missing[place] {
-		return nil
+	return left, nil
+}
+
+// takeFrom stores the chunks that a source has, and returns the other chunks. A failure of the source says nothing of
+// the returned chunks.
+func (h *healing) takeFrom(ctx context.Context, src block.DigestSource, lost []lostChunk) (left []lostChunk, failure,
+	err error) {
+	for i := range lost {
+		c := &lost[i]
+		var b []byte
+		b, failure, err = h.read(ctx, src, c)
+		switch {
+		case err != nil:
+			return nil, nil, err
+		case failure != nil:
+			return append(left, lost[i:]...), failure, nil
+		case b == nil:
+			left = append(left, *c)
+		default:
+			if err = h.store(ctx, c, b); err != nil {
+				return nil, nil, err
+			}
+		}
 	}
-	b := h.buffer[:n]
-	if c.Digest == manifest.Zeros(n).Digest {
-		clear(b)
-	} else if found, err := h.find(ctx, m.Description, number, c.Digest, b); err != nil {
-		return err
-	} else if !found || blob.Sum(b) != c.Digest {
-		h.missing[place] = true
-		return nil
+	return left, nil, nil
+}
+
+// read reads a chunk; nil: the source has no such chunk.
+func (h *healing) read(ctx context.Context, src block.DigestSource, c *lostChunk) (b []byte, failure, err error) {
+	off := c.place.number * block.ChunkSize
+	if off+c.length > src.Size() {
+		return nil, nil, nil
 	}
-	for _, p := range lost {
+	leave, err := h.pacer.Enter(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer leave()
+	// The last chunk of an image is shorter than the last chunk of the image's layers.
+	sum, known := src.Digest(c.place.number)
+	if known && c.length == block.ChunkSize && blob.ID(sum) != c.place.digest {
+		return nil, nil, nil
+	}
+	if h.buffer == nil {
+		h.buffer = block.AlignedBuffer(block.ChunkSize)
+	}
+	b = h.buffer[:c.length]
+	n, failure := src.ReadAt(b, off)
+	switch {
+	case int64(n) == c.length && (failure == nil || errors.Is(failure, io.EOF)):
+	case api.Is(failure, api.Corrupt): // damage of the disk, which the scrub reports
+		return nil, nil, nil
+	default:
+		h.buffer = nil // a disk that hangs may still write to the memory
+		return nil, api.Errorf(api.KindOf(failure), "chunk %d of %s: cannot be read from its disk: %w", c.place.number,
+			c.place.name, cmp.Or(failure, io.ErrUnexpectedEOF)), nil
+	}
+	if blob.Sum(b) != c.place.digest {
+		return nil, nil, nil
+	}
+	return b, nil, nil
+}
+
+// store stores the lost parts of a chunk.
+func (h *healing) store(ctx context.Context, c *lostChunk, b []byte) error {
+	for _, p := range c.parts {
 		part := b[p.Offset : p.Offset+p.Length]
 		if blob.Sum(part) != p.ID { // the manifest contradicts itself
 			continue

@@ -2,19 +2,27 @@ package mover
 
 import (
 	"context"
+	"errors"
+	"io/fs"
+	"iter"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 
+	"drover.io/drover/api"
 	"drover.io/drover/backups/manifest"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/block"
+	"drover.io/drover/block/pace"
 	"drover.io/drover/block/suite"
 )
 
@@ -55,6 +63,19 @@ func (w *world) verify() repo.Damage {
 	return d
 }
 
+// yieldNamed yields sources for volumes of a name.
+func yieldNamed(name string, all ...block.DigestSource) Sources {
+	return func(_ context.Context, d manifest.Description) iter.Seq2[block.DigestSource, error] {
+		return func(yield func(block.DigestSource, error) bool) {
+			for _, src := range all {
+				if d.Name != name || !yield(src, nil) {
+					return
+				}
+			}
+		}
+	}
+}
+
 // TestHealWritesLostChunksAndFragmentsAgain: a chunk, fragments, and the chunk of zeros of a chain of backups are
 // damaged, and another chunk that no disk has any more. Heal finds the others on disks and says how many; every backup
 // without the lost chunk restores. A full backup of a disk with that chunk heals the rest. After a sweep restic finds no
@@ -81,13 +102,7 @@ func TestHealWritesLostChunksAndFragmentsAgain(t *testing.T) {
 	if _, ok := damage.Blobs[lost]; !ok || len(damage.Blobs) < 5 || len(damage.Snapshots) != 2 {
 		t.Fatalf("damage: %+v", damage)
 	}
-	find := func(of *disk) FindChunk {
-		return func(_ context.Context, d manifest.Description, number int64, _ blob.ID, b []byte) (bool, error) {
-			_, err := of.ReadAt(b, number*chunkSize)
-			return d.Name == "v", err
-		}
-	}
-	healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, find(v))
+	healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, yieldNamed("v", v))
 	must(t, err)
 	after := w.verify()
 	if _, ok := after.Blobs[lost]; !ok || len(after.Blobs) != 1 || int(healed) != len(damage.Blobs)-1 ||
@@ -137,11 +152,7 @@ func TestHealLooksForAChunkInEachVolume(t *testing.T) {
 		t.Fatalf("%d snapshots", len(ids))
 	}
 	w.verify()
-	healed, err := Heal(t.Context(), w.r, ids, repo.WriterOptions{},
-		func(_ context.Context, d manifest.Description, number int64, _ blob.ID, b []byte) (bool, error) {
-			_, err := here.ReadAt(b, number*chunkSize)
-			return d.Name == "here", err
-		})
+	healed, err := Heal(t.Context(), w.r, ids, repo.WriterOptions{}, yieldNamed("here", here))
 	must(t, err)
 	if d := w.verify(); healed != 1 || !d.IsZero() {
 		t.Errorf("%d blobs healed; left: %+v", healed, d)
@@ -162,16 +173,17 @@ func TestTwoNodesHealTheSameChunk(t *testing.T) {
 	damage := w.verify()
 	var found sync.WaitGroup // both nodes: each loaded the index before the other wrote
 	found.Add(2)
-	find := func(_ context.Context, _ manifest.Description, number int64, _ blob.ID, b []byte) (bool, error) {
-		found.Done()
-		found.Wait()
-		_, err := v.ReadAt(b, number*chunkSize)
-		return true, err
+	sources := func(context.Context, manifest.Description) iter.Seq2[block.DigestSource, error] {
+		return func(yield func(block.DigestSource, error) bool) {
+			found.Done()
+			found.Wait()
+			yield(v, nil)
+		}
 	}
 	var nodes errgroup.Group
 	for range 2 {
 		nodes.Go(func() error {
-			healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, find)
+			healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, sources)
 			if healed != 1 {
 				t.Errorf("a node healed %d blobs", healed)
 			}
@@ -189,6 +201,95 @@ func TestTwoNodesHealTheSameChunk(t *testing.T) {
 		t.Errorf("restic check: %.2000s", output)
 	}
 	w.compare(made.Snapshot, v)
+}
+
+// failingDisk fails each read.
+type failingDisk struct {
+	*disk
+	failure error
+}
+
+func (d failingDisk) ReadAt([]byte, int64) (int, error) { return 0, d.failure }
+
+// TestSourceThatDoesNotAnswerLacksNothing: the process has no more files for the newest snapshot, and another source
+// cannot be opened. The heal stores what the oldest snapshot has, and ends with the error. Heals that reach the sources
+// store the rest. A source that says of its own damage ends no heal.
+func TestSourceThatDoesNotAnswerLacksNothing(t *testing.T) {
+	suite.System(t)
+	w := newWorld(t)
+	v := newDisk(manifest.SegmentSize)
+	v.fill(1, 0, 1)
+	oldest := v.copy(v.size)
+	oldest.fill(9, 1)
+	w.backup(v, options("v"))
+	w.damagePack(blob.Sum(v.chunks[0]))
+	w.damagePack(blob.Sum(v.chunks[1]))
+	damage := w.verify()
+	tooMany := failingDisk{v, &fs.PathError{Op: "open", Path: "data", Err: syscall.EMFILE}}
+	closed := errors.New("the disk does not answer")
+	for _, c := range []struct {
+		sources Sources
+		want    error
+		healed  int64
+	}{
+		{yieldNamed("v", tooMany, oldest), syscall.EMFILE, 1},
+		{yieldNamed("v", tooMany, oldest), syscall.EMFILE, 0},
+		{func(context.Context, manifest.Description) iter.Seq2[block.DigestSource, error] {
+			return func(yield func(block.DigestSource, error) bool) { _ = yield(nil, closed) && yield(oldest, nil) }
+		}, closed, 0},
+		{yieldNamed("v", failingDisk{v, api.Errorf(api.Corrupt, "the chunk is damaged")}, oldest), nil, 0},
+		{yieldNamed("v", oldest, v), nil, 1},
+	} {
+		healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, c.sources)
+		if !errors.Is(err, c.want) || healed != c.healed {
+			t.Errorf("%d blobs healed, %v; want %d, %v", healed, err, c.healed, c.want)
+		}
+	}
+	if d := w.verify(); !d.IsZero() {
+		t.Errorf("left: %+v", d)
+	}
+}
+
+// TestHealGivesWayToGuests: a heal reads no source while the node's work rests for guests.
+func TestHealGivesWayToGuests(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		v := newDisk(manifest.SegmentSize)
+		v.fill(1, 0)
+		w.backup(v, options("v"))
+		w.damagePack(blob.Sum(v.chunks[0]))
+		damage := w.verify()
+		rests, end := make(chan struct{}), make(chan struct{})
+		n := 0
+		p := pace.New(pace.Options{Keep: func(context.Context) float64 { return 0.85 },
+			Guests: func(context.Context) (pace.GuestIO, error) {
+				if n++; n == 3 { // after a period of work, and the begin of a rest
+					close(rests)
+					<-end
+				}
+				return pace.GuestIO{Requests: uint64(n) * 1000, Latency: time.Duration(n) * time.Millisecond}, nil
+			}})
+		stop := p.Begin()
+		<-rests
+		before := v.reads.Load()
+		healed := make(chan int64, 1)
+		go func() {
+			n, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{Pacer: p}, yieldNamed("v", v))
+			if err != nil {
+				t.Error(err)
+			}
+			healed <- n
+		}()
+		synctest.Wait()
+		if n := v.reads.Load() - before; n > 0 {
+			t.Errorf("%d reads during a rest", n)
+		}
+		close(end)
+		if n := <-healed; n != 1 {
+			t.Errorf("%d blobs healed", n)
+		}
+		stop()
+	})
 }
 
 // TestBaseThatLostBlobsIsNoBase: the store lost a chunk of the newest backup, which another cluster's verification found. The

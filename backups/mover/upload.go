@@ -226,6 +226,7 @@ func (u *upload) store(ctx context.Context, c, n int64, old manifest.Chunk) (man
 	b := buffer[:n]
 	read, err := u.readChunk(ctx, c, b, known)
 	if err != nil {
+		buffer = nil // a disk that hangs may still write to the memory
 		return old, err
 	}
 	if !known {

@@ -1,8 +1,8 @@
-// Package heal finds lost chunks of a backup target in the snapshots and images on the node's disks, and writes the
-// chunks into the repository again.
+// Package heal finds the snapshots and images on the node's disks that may have lost chunks of a backup target, so that
+// the mover writes the chunks into the repository again.
 //
-// Invariants: heal writes only bytes with the digest of the lost chunk. A hold keeps the layers of an open source
-// until the heal ends, however long that takes; after a kill, the collector of holds releases the hold.
+// Invariants: one source is open at a time, and a hold keeps its layers; after a kill, the collector of holds releases
+// the hold. A disk lacks a snapshot or image only if the disk says so: each other failure is an error of the heal.
 //
 // The package starts no goroutines of its own.
 package heal
@@ -11,7 +11,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"io"
+	"iter"
 	"log/slog"
 	"slices"
 	"time"
@@ -25,10 +25,8 @@ import (
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/block"
+	"drover.io/drover/block/pace"
 )
-
-// healSnapshots is how many snapshots of a volume a heal looks at on each disk, the newest first.
-const healSnapshots = 64
 
 // holdName tells people who holds layers.
 const holdName = "verification"
@@ -40,82 +38,70 @@ type Disks struct {
 	Disk func(api.UID) (block.SnapshotDisk, error)
 	// Holders has the heals' holds, so that the collector leaves them.
 	Holders *holders.Set
+	Pacer   *pace.Pacer // of the node; nil: heals never wait for guests
 	Log     *slog.Logger
 }
 
-// Heal writes the chunks again that snapshots of a repository lost and the disks have, and returns their number.
-func (d *Disks) Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions) (int64, error) {
-	f := &chunkFinder{Disks: d, held: map[subject][]*heldSource{}}
-	defer f.close()
-	return mover.Heal(ctx, r, snapshots, o, f.find)
+// Heal writes the chunks again that snapshots of a repository lost and the disks have, as mover.Heal does.
+func (d *Disks) Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions) (int64,
+	error) {
+	o.Pacer = d.Pacer
+	return mover.Heal(ctx, r, snapshots, o, d.sources)
 }
 
-// chunkFinder finds chunks of volumes in the snapshots on the node's disks, and chunks of images in their copies there.
-// One goroutine uses it.
-type chunkFinder struct {
-	*Disks
-	held map[subject][]*heldSource
+// candidate is a snapshot or image on a disk.
+type candidate struct {
+	disk api.UID
+	name string // for people
+	// hold holds the layers.
+	hold func(disk block.SnapshotDisk, holder string) (layers []string, size int64, err error)
 }
 
-// subject is the volume or image of a backup.
-type subject struct {
-	kind manifest.Kind
-	name string
-}
-
-// heldSource is an open snapshot or image. A hold keeps the layers.
-type heldSource struct {
-	block.DigestSource
-	disk   block.SnapshotDisk
-	holder string
-}
-
-// find is a mover.FindChunk.
-func (f *chunkFinder) find(ctx context.Context, d manifest.Description, number int64, digest blob.ID, b []byte) (
-	bool, error) {
-	of := subject{d.Kind, d.Name}
-	held, opened := f.held[of]
-	if !opened {
-		var err error
-		if d.Kind == manifest.Volume {
-			held, err = f.openVolume(ctx, d.Name)
-		} else {
-			held, err = f.openImage(ctx, d.Name)
+// sources are mover.Sources: the snapshots of a volume, the newest first, or the copies of an image.
+func (d *Disks) sources(ctx context.Context, of manifest.Description) iter.Seq2[block.DigestSource, error] {
+	list := d.imageCopies
+	if of.Kind == manifest.Volume {
+		list = d.snapshots
+	}
+	return func(yield func(block.DigestSource, error) bool) {
+		candidates, err := list(ctx, of.Name)
+		if err != nil {
+			yield(nil, err)
+			return
 		}
-		if f.held[of] = held; err != nil { // close releases the ones that were opened
-			return false, err
+		for _, c := range candidates {
+			src, err := d.open(ctx, c)
+			if api.Is(err, api.NotFound) || api.Is(err, api.Corrupt) { // the disk says that it has no such chunks
+				d.Log.Debug("no source for a damaged backup", "of", c.name, "disk", c.disk, "err", err)
+				continue
+			}
+			if err != nil {
+				err = api.Errorf(api.KindOf(err), "%s on disk %s: cannot be read for damaged backups: %w", c.name, c.disk, err)
+				if !yield(nil, err) {
+					return
+				}
+				continue
+			}
+			more := yield(src, nil)
+			if err := src.Close(); err != nil {
+				d.Log.Warn("a source that was read for a damaged backup cannot be released", "of", c.name, "disk", c.disk,
+					"err", err)
+			}
+			if !more {
+				return
+			}
 		}
 	}
-	for _, s := range held {
-		if number*block.ChunkSize+int64(len(b)) > s.Size() {
-			continue
-		}
-		// The last chunk of an image is shorter than that of the image's layers.
-		if sum, known := s.Digest(number); known && len(b) == block.ChunkSize && blob.ID(sum) != digest {
-			continue
-		}
-		n, err := s.ReadAt(b, number*block.ChunkSize)
-		if n < len(b) || err != nil && !errors.Is(err, io.EOF) {
-			continue // the disk has damage of its own, which its scrub reports
-		}
-		if blob.Sum(b) == digest {
-			return true, nil
-		}
-		if ctx.Err() != nil {
-			return false, context.Cause(ctx)
-		}
-	}
-	return false, nil
 }
 
-// openVolume opens the snapshots of a volume on the disks of the node. A snapshot that cannot be opened is no source.
-func (f *chunkFinder) openVolume(ctx context.Context, volume string) (held []*heldSource, err error) {
+// snapshots lists the snapshots of a volume on the disks of the node.
+func (d *Disks) snapshots(ctx context.Context, volume string) (list []candidate, err error) {
 	var replicas api.ReplicaList
 	var snapshots api.SnapshotList
-	if err := f.Live.List(ctx, &replicas); err != nil {
+	if err := d.Live.List(ctx, &replicas); err != nil {
 		return nil, api.Explain(err, "list replicas")
 	}
-	if err := f.Live.List(ctx, &snapshots); err != nil {
+	if err := d.Live.List(ctx, &snapshots); err != nil {
 		return nil, api.Explain(err, "list snapshots")
 	}
 	of := slices.DeleteFunc(snapshots.Items, func(s api.Snapshot) bool {
@@ -124,50 +110,35 @@ func (f *chunkFinder) openVolume(ctx context.Context, volume string) (held []*he
 	slices.SortFunc(of, func(x, y api.Snapshot) int { // the times are RFC 3339 in UTC
 		return cmp.Compare(y.Status.CreationTime, x.Status.CreationTime)
 	})
-	for i := range replicas.Items {
-		rep := &replicas.Items[i].Spec
-		if rep.Volume != volume || rep.Node != f.Node {
-			continue
-		}
-		disk, err := f.Disk(rep.Disk)
+	for i := range of {
+		s := &of[i]
+		created, err := time.Parse(time.RFC3339, s.Status.CreationTime)
 		if err != nil {
-			continue // the disk's own condition says why
+			continue // no disk has a snapshot without an instant
 		}
-		for j := range of[:min(len(of), healSnapshots)] {
-			s, err := f.hold(disk, func(holder string) ([]string, int64, error) {
-				return holdSnapshot(ctx, disk, holder, rep, &of[j].Status)
-			})
-			if ctx.Err() != nil {
-				return held, context.Cause(ctx)
-			}
-			if err != nil {
-				f.Log.Info("a snapshot is no source for a damaged backup", "volume", volume, "snapshot", of[j].Name, "err", err)
+		cut := block.SnapshotCut{UID: string(s.Status.UID), Created: created}
+		for k := range replicas.Items {
+			rep := &replicas.Items[k].Spec
+			if rep.Volume != volume || rep.Node != d.Node {
 				continue
 			}
-			held = append(held, s)
+			list = append(list, candidate{rep.Disk, "snapshot " + s.Name,
+				func(disk block.SnapshotDisk, holder string) ([]string, int64, error) {
+					return disk.HoldSnapshot(ctx, holder, holdName, string(rep.UID), cut)
+				}})
 		}
 	}
-	return held, nil
+	return list, nil
 }
 
-func holdSnapshot(ctx context.Context, disk block.SnapshotDisk, holder string, rep *api.ReplicaSpec,
-	s *api.SnapshotStatus) (layers []string, size int64, err error) {
-	created, err := time.Parse(time.RFC3339, s.CreationTime)
-	if err != nil {
-		return nil, 0, err
-	}
-	return disk.HoldSnapshot(ctx, holder, holdName, string(rep.UID),
-		block.SnapshotCut{UID: string(s.UID), Created: created})
-}
-
-// openImage opens the copies of an image on the disks of the node. A copy that cannot be opened is no source.
-func (f *chunkFinder) openImage(ctx context.Context, name string) (held []*heldSource, err error) {
+// imageCopies lists the copies of an image on the disks of the node.
+func (d *Disks) imageCopies(ctx context.Context, name string) (list []candidate, err error) {
 	var img api.BackingImage
 	var copies api.ImageCopyList
-	if err := f.Live.Get(ctx, client.ObjectKey{Name: name}, &img); err != nil {
+	if err := d.Live.Get(ctx, client.ObjectKey{Name: name}, &img); err != nil {
 		return nil, client.IgnoreNotFound(api.Explain(err, "image %s", name))
 	}
-	if err := f.Live.List(ctx, &copies); err != nil {
+	if err := d.Live.List(ctx, &copies); err != nil {
 		return nil, api.Explain(err, "list image copies")
 	}
 	var layers []string
@@ -177,62 +148,52 @@ func (f *chunkFinder) openImage(ctx context.Context, name string) (held []*heldS
 	size := (img.Status.VirtualSize + block.Size - 1) / block.Size * block.Size
 	for i := range copies.Items {
 		c := &copies.Items[i].Spec
-		if c.Image != name || c.UUID != img.Status.UUID || c.Node != f.Node {
+		if c.Image != name || c.UUID != img.Status.UUID || c.Node != d.Node {
 			continue
 		}
-		disk, err := f.Disk(c.Disk)
-		if err != nil {
-			continue // the disk's own condition says why
-		}
-		s, err := f.hold(disk, func(holder string) ([]string, int64, error) {
-			return layers, size, disk.HoldLayers(ctx, holder, holdName, layers)
-		})
-		if ctx.Err() != nil {
-			return held, context.Cause(ctx)
-		}
-		if err != nil {
-			f.Log.Info("a copy is no source for a damaged backup", "image", name, "disk", c.Disk, "err", err)
-			continue
-		}
-		held = append(held, s)
+		list = append(list, candidate{c.Disk, "image " + name,
+			func(disk block.SnapshotDisk, holder string) ([]string, int64, error) {
+				return layers, size, disk.HoldLayers(ctx, holder, holdName, layers)
+			}})
 	}
-	return held, nil
+	return list, nil
 }
 
-// hold opens the layers that take holds for a new holder.
-func (f *chunkFinder) hold(disk block.SnapshotDisk, take func(holder string) ([]string, int64, error)) (
-	*heldSource, error) {
+// heldSource is an open snapshot or image. A hold keeps the layers until Close.
+type heldSource struct {
+	block.DigestSource
+	release func() error
+}
+
+// Close implements io.Closer.
+func (s *heldSource) Close() error { return errors.Join(s.DigestSource.Close(), s.release()) }
+
+// open holds and opens the layers of a candidate, for a new holder.
+func (d *Disks) open(ctx context.Context, c candidate) (_ *heldSource, err error) {
+	disk, err := d.Disk(c.disk)
+	if err != nil {
+		return nil, err
+	}
 	holder := string(api.NewUID())
-	f.Holders.Add(holder)
-	layers, size, err := take(holder)
+	leave, err := d.Holders.Enter(ctx, holders.Hold{Disk: c.disk, Holder: holder})
 	if err != nil {
-		return nil, errors.Join(err, f.release(disk, holder)) // the disk may have the hold nevertheless
+		return nil, err
 	}
-	source, err := disk.OpenStack(layers, size)
+	release := func() error { // the collector tries again after an error
+		defer leave()
+		return disk.ReleaseSnapshot(holder)
+	}
+	layers, size, err := c.hold(disk, holder)
 	if err != nil {
-		return nil, errors.Join(err, f.release(disk, holder))
+		return nil, errors.Join(err, release()) // the disk may have the hold nevertheless
 	}
-	digests, ok := source.(block.DigestSource)
+	src, err := disk.OpenStack(layers, size)
+	if err != nil {
+		return nil, errors.Join(err, release())
+	}
+	digests, ok := src.(block.DigestSource)
 	if !ok {
-		return nil, errors.Join(api.Errorf(api.Unsupported, "the disk has no digests"), source.Close(),
-			f.release(disk, holder))
+		return nil, errors.Join(api.Errorf(api.Unsupported, "the disk has no digests"), src.Close(), release())
 	}
-	return &heldSource{digests, disk, holder}, nil
-}
-
-// release ends a hold. The collector tries again after an error.
-func (f *chunkFinder) release(disk block.SnapshotDisk, holder string) error {
-	defer f.Holders.Remove(holder)
-	return disk.ReleaseSnapshot(holder)
-}
-
-// close releases all sources.
-func (f *chunkFinder) close() {
-	for _, held := range f.held {
-		for _, s := range held {
-			if err := errors.Join(s.Close(), f.release(s.disk, s.holder)); err != nil {
-				f.Log.Warn("a source that was read for a damaged backup cannot be released", "err", err)
-			}
-		}
-	}
+	return &heldSource{digests, release}, nil
 }

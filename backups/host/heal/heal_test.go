@@ -2,8 +2,13 @@ package heal
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
+	"slices"
+	"syscall"
 	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host/holders"
@@ -11,18 +16,47 @@ import (
 	"drover.io/drover/block"
 )
 
-// heldDisk is a disk with the hold of one holder at most.
+// objects are the objects of an API.
+type objects struct {
+	client.Reader
+	replicas  []api.Replica
+	snapshots []api.Snapshot
+}
+
+func (o objects) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
+	switch l := list.(type) {
+	case *api.ReplicaList:
+		l.Items = slices.Clone(o.replicas)
+	case *api.SnapshotList:
+		l.Items = slices.Clone(o.snapshots)
+	}
+	return nil
+}
+
+// heldDisk is a disk with snapshots, and with the hold of one holder at most.
 type heldDisk struct {
 	block.SnapshotDisk
+	t      *testing.T
 	holder string
+	source *source // the open one
+	lacks  map[string]error
 }
 
-func (d *heldDisk) HoldSnapshot(_ context.Context, holder, _, _ string, _ block.SnapshotCut) ([]string, int64, error) {
+func (d *heldDisk) HoldSnapshot(_ context.Context, holder, _, _ string, s block.SnapshotCut) ([]string, int64, error) {
+	if d.holder != "" || d.source != nil {
+		d.t.Errorf("snapshot %s is held beside another one", s.UID)
+	}
+	if err := d.lacks[s.UID]; err != nil {
+		return nil, 0, err
+	}
 	d.holder = holder
-	return []string{"layer"}, block.ChunkSize, nil
+	return []string{s.UID}, block.ChunkSize, nil
 }
 
-func (d *heldDisk) OpenStack([]string, int64) (block.Source, error) { return source{}, nil }
+func (d *heldDisk) OpenStack(layers []string, _ int64) (block.Source, error) {
+	d.source = &source{disk: d, layer: layers[0]}
+	return d.source, nil
+}
 
 func (d *heldDisk) ReleaseSnapshot(holder string) error {
 	if d.holder == holder {
@@ -31,33 +65,77 @@ func (d *heldDisk) ReleaseSnapshot(holder string) error {
 	return nil
 }
 
-type source struct{ block.DigestSource }
+type source struct {
+	block.DigestSource
+	disk  *heldDisk
+	layer string
+}
 
-func (source) Close() error { return nil }
+func (s *source) Close() error {
+	s.disk.source = nil
+	return nil
+}
+
+// newDisks is a node with a disk and a replica of volume v with the snapshots 0 to n-1, the newest last.
+func newDisks(t *testing.T, n int) (*Disks, *heldDisk) {
+	disk := &heldDisk{t: t, lacks: map[string]error{}}
+	o := objects{replicas: []api.Replica{{Spec: api.ReplicaSpec{Volume: "v", Node: "n", Disk: "d"}}}}
+	for i := range n {
+		var s api.Snapshot
+		s.Spec.Volume = "v"
+		s.Status.UID, s.Status.CreationTime = api.UID(fmt.Sprint(i)), fmt.Sprintf("2026-01-%02dT03:04:05Z", i+1)
+		o.snapshots = append(o.snapshots, s)
+	}
+	return &Disks{Live: o, Node: "n", Disk: func(api.UID) (block.SnapshotDisk, error) { return disk, nil },
+		Holders: &holders.Set{}, Log: slog.New(slog.DiscardHandler)}, disk
+}
+
+var volume = manifest.Description{Kind: manifest.Volume, Name: "v"}
+
+// TestOneSnapshotIsOpenAtATime: a heal opens snapshots one after the other, the newest first. A snapshot that the disk
+// lacks is left out, and a snapshot that cannot be opened is an error. The heal releases all snapshots.
+func TestOneSnapshotIsOpenAtATime(t *testing.T) {
+	d, disk := newDisks(t, 5)
+	disk.lacks["3"] = api.Errorf(api.NotFound, "the replica does not have the snapshot")
+	disk.lacks["1"] = fmt.Errorf("open: %w", syscall.EMFILE)
+	var got []string
+	for src, err := range d.sources(t.Context(), volume) {
+		if err != nil {
+			got = append(got, "error")
+			continue
+		}
+		got = append(got, src.(*heldSource).DigestSource.(*source).layer)
+	}
+	if want := []string{"4", "2", "error", "0"}; !slices.Equal(got, want) || disk.holder != "" || disk.source != nil {
+		t.Errorf("snapshots %v, want %v; %q holds, %v is open", got, want, disk.holder, disk.source)
+	}
+}
 
 // TestCollectorKeepsTheHoldsOfAHeal: the collector, which knows no object for the hold of a heal, leaves the hold until
-// the heal ends.
+// the heal has read the source.
 func TestCollectorKeepsTheHoldsOfAHeal(t *testing.T) {
-	disk, h := &heldDisk{}, &holders.Set{}
-	f := &chunkFinder{Disks: &Disks{Holders: h, Log: slog.New(slog.DiscardHandler)}}
-	s, err := f.hold(disk, func(holder string) ([]string, int64, error) {
-		return holdSnapshot(t.Context(), disk, holder, &api.ReplicaSpec{},
-			&api.SnapshotStatus{CreationTime: "2026-01-02T03:04:05Z"})
-	})
-	if err != nil {
-		t.Fatal(err)
+	d, disk := newDisks(t, 2)
+	var holder string
+	collect := func() error {
+		return d.Holders.Release(holders.Hold{Disk: "d", Holder: holder}, func() error {
+			return disk.ReleaseSnapshot(holder)
+		})
 	}
-	holder := disk.holder
-	if err := h.Release(holder, disk.ReleaseSnapshot); err != nil || disk.holder == "" {
-		t.Errorf("the collector released the hold of a heal in progress, err %v", err)
+	for _, err := range d.sources(t.Context(), volume) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		holder = disk.holder
+		if err := collect(); err != nil || disk.holder == "" {
+			t.Errorf("the collector released the hold of a heal in progress, err %v", err)
+		}
+		break
 	}
-	f.held = map[subject][]*heldSource{{manifest.Volume, "v"}: {s}}
-	f.close()
 	if disk.holder != "" {
 		t.Error("the heal has ended and left its hold")
 	}
 	disk.holder = holder // of a killed process
-	if err := h.Release(holder, disk.ReleaseSnapshot); err != nil || disk.holder != "" {
+	if err := collect(); err != nil || disk.holder != "" {
 		t.Errorf("the collector left the hold of a killed process, err %v", err)
 	}
 }

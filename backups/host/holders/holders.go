@@ -1,45 +1,41 @@
-// Package holders knows which works of this process hold layers on the node's disks, so that the collector releases the
-// holds of killed processes alone.
+// Package holders keeps works that read held layers apart from releases of the holds.
 //
-// Invariant: a work is in the Set from before its hold until after the release, and Release releases no stale hold
-// while a work enters the Set. So a work that finds the hold of a predecessor keeps the hold.
+// Invariants: a work is in the Set from before the work takes its hold until after the last read. Nobody releases the
+// hold meanwhile, and a work enters after the end of a release in progress. So a work that finds the hold of a
+// predecessor keeps the hold, and a disk that hangs in a release delays the works of that hold alone.
 //
-// The package has no goroutine. Lock order: Set.mu is a leaf, which Release holds over the I/O of a release.
+// The package has no goroutine, and holds no lock over I/O.
 package holders
 
-import "sync"
+import (
+	"context"
 
-// Set is the set of holders with a work in this process. The zero value is ready.
+	"drover.io/drover/api"
+	"drover.io/drover/block/semaphore"
+)
+
+// Hold is the hold of a holder on a disk.
+type Hold struct {
+	Disk   api.UID
+	Holder string
+}
+
+// Set has the holds in use or in release. The zero value is ready.
 type Set struct {
-	mu    sync.Mutex
-	works map[string]int // by holder
+	uses semaphore.Set[Hold]
 }
 
-// Add adds a holder, before the work takes its hold.
-func (s *Set) Add(holder string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.works == nil {
-		s.works = map[string]int{}
-	}
-	s.works[holder]++
+// Enter begins the use of a hold by a work, until the call of leave. A hold has one work at a time.
+func (s *Set) Enter(ctx context.Context, h Hold) (leave func(), err error) {
+	return s.uses.Acquire(ctx, h, semaphore.Limit(1))
 }
 
-// Remove takes back an Add, after the work released the hold or left the hold to the collector.
-func (s *Set) Remove(holder string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.works[holder]--; s.works[holder] <= 0 {
-		delete(s.works, holder)
-	}
-}
-
-// Release calls release for a holder without a work, and does nothing for a holder with a work.
-func (s *Set) Release(holder string, release func(holder string) error) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.works[holder] > 0 {
+// Release calls release, unless a work uses the hold, or another caller releases the hold.
+func (s *Set) Release(h Hold, release func() error) error {
+	leave, free := s.uses.TryAcquire(h, 1)
+	if !free {
 		return nil
 	}
-	return release(holder)
+	defer leave()
+	return release()
 }
