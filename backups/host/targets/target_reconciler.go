@@ -157,6 +157,7 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 	}
 	again, err = r.markDamaged(ctx, rec, backups) // before the target tells the end of the verification
 	if again || err != nil {
+		rec.claimed = nil // the status does not have it
 		return again, err
 	}
 	if v := t.Status.Verification; rec.marked && v != nil && v.DamageFoundAt != nil {
