@@ -115,7 +115,13 @@ func (h *healing) backup(ctx context.Context, m *manifest.Manifest) error {
 			if c.parts, err = h.lostParts(ctx, &chunks[i], c.length); err != nil {
 				return err
 			}
-			if len(c.parts) > 0 && !h.missing[c.place] {
+			switch {
+			case len(c.parts) == 0 || h.missing[c.place]:
+			case c.place.digest == manifest.Zeros(c.length).Digest:
+				if err := h.store(ctx, &c, make([]byte, c.length)); err != nil {
+					return err
+				}
+			default:
 				lost = append(lost, c)
 			}
 		}
@@ -143,9 +149,8 @@ func (h *healing) lostParts(ctx context.Context, c *manifest.Chunk, length int64
 
 // heal looks for chunks of one volume or image in its sources. A chunk is missing if each source says so.
 func (h *healing) heal(ctx context.Context, d manifest.Description, lost []lostChunk) (err error) {
-	lost, err = h.takeZeros(ctx, lost)
-	if err != nil || len(lost) == 0 {
-		return err
+	if len(lost) == 0 {
+		return nil
 	}
 	answered := true
 	for src, failure := range h.sources(ctx, d) {
@@ -175,18 +180,6 @@ func (h *healing) noteUnread(err error) {
 	if h.unread == nil {
 		h.unread = err
 	}
-}
-
-// takeZeros stores the chunks of zeros, and returns the other chunks.
-func (h *healing) takeZeros(ctx context.Context, lost []lostChunk) (left []lostChunk, err error) {
-	for _, c := range lost {
-		if c.place.digest != manifest.Zeros(c.length).Digest {
-			left = append(left, c)
-		} else if err := h.store(ctx, &c, make([]byte, c.length)); err != nil {
-			return nil, err
-		}
-	}
-	return left, nil
 }
 
 // takeFrom stores the chunks that a source has, and returns the other chunks. A failure of the source says nothing of
