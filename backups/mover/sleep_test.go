@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -119,17 +120,19 @@ func TestBackupWithoutASecondLookFails(t *testing.T) {
 		w := newWorld(t)
 		v := newDisk(4 * chunkSize)
 		v.fill(1, 0, 1)
-		saved := false
+		var saved atomic.Bool
 		w.store.before = func(operation, name string) error {
-			saved = saved || operation == "put" && strings.HasPrefix(name, "snapshots/")
-			if saved && (operation == "list" && name == "index/" || operation == "delete" && !deletable) {
+			if operation == "put" && strings.HasPrefix(name, "snapshots/") {
+				saved.Store(true)
+			}
+			if saved.Load() && (operation == "list" && name == "index/" || operation == "delete" && !deletable) {
 				return api.Errorf(api.Unavailable, "no answer")
 			}
 			return nil
 		}
 		result, err := Backup(t.Context(), w.r, v, options("v"))
 		w.store.before = nil
-		if !saved || !api.Is(err, api.Unavailable) || (result.Snapshot == blob.ID{}) != deletable {
+		if !saved.Load() || !api.Is(err, api.Unavailable) || (result.Snapshot == blob.ID{}) != deletable {
 			t.Errorf("snapshot %.8s, %v, want an error of kind unavailable", result.Snapshot, err)
 		}
 		if deletable {
