@@ -13,8 +13,8 @@ import (
 // hold is the hold of a work.
 func (w *work) hold() holders.Hold { return holders.Hold{Disk: w.disk, Holder: string(w.object)} }
 
-// release releases a hold that no work uses.
-func (m *maker) release(h holders.Hold) error {
+// releaseUnused releases a hold that no work uses.
+func (m *maker) releaseUnused(h holders.Hold) error {
 	disk, err := m.disks(h.Disk)
 	if err != nil {
 		return err
@@ -24,13 +24,13 @@ func (m *maker) release(h holders.Hold) error {
 
 // releaseHold releases what a work held. The collector tries again.
 func (m *maker) releaseHold(w *work) {
-	if err := m.release(w.hold()); err != nil {
+	if err := m.releaseUnused(w.hold()); err != nil {
 		m.log.Warn("the layers of a backup cannot be released yet", "backup", w.backup.Name, "disk", w.disk, "err", err)
 	}
 }
 
 // releaseSoon is releaseHold in the background, for the reconciler: a disk may hang.
-func (m *maker) releaseSoon(w *work) { m.works.run(func() { m.releaseHold(w) }) }
+func (m *maker) releaseSoon(w *work) { m.works.runBehind(func() { m.releaseHold(w) }) }
 
 // collector releases the holds that a process left, at the start and then from time to time.
 type collector struct{ *maker }
@@ -78,7 +78,7 @@ func (c collector) collectHolds(ctx context.Context) error {
 			return err
 		}
 		for holder := range c.staleHolds(d.UID, held, all) {
-			if err := c.release(holders.Hold{Disk: d.UID, Holder: holder}); err != nil {
+			if err := c.releaseUnused(holders.Hold{Disk: d.UID, Holder: holder}); err != nil {
 				c.log.Warn("the hold of a backup cannot be released", "disk", d.UID, "holder", holder, "err", err)
 			}
 		}

@@ -110,8 +110,8 @@ func (s *workSet) startWork(w *work, do workFunc, done func()) error {
 	return nil
 }
 
-// run runs do in the background, unless the works end.
-func (s *workSet) run(do func()) {
+// runBehind runs do in the background, unless the works end.
+func (s *workSet) runBehind(do func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.stopped {

@@ -47,7 +47,7 @@ func Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.W
 	defer o.Pacer.Begin()()
 	h := &healing{w: w, pacer: o.Pacer, sources: sources, missing: map[chunkPlace]bool{}}
 	for _, id := range snapshots {
-		if err = h.snapshot(lock.Context(), r, blobs, id); err != nil {
+		if err = h.healSnapshot(lock.Context(), r, blobs, id); err != nil {
 			break
 		}
 	}
@@ -84,18 +84,18 @@ type lostChunk struct {
 	parts  []manifest.Part // the lost ones
 }
 
-// snapshot heals a backup.
-func (h *healing) snapshot(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, id blob.ID) error {
+// healSnapshot heals a backup.
+func (h *healing) healSnapshot(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, id blob.ID) error {
 	m, err := openSnapshot(ctx, r, blobs, id)
 	if repo.IsDamage(err) || api.Is(err, api.Unsupported) {
 		return nil
 	} else if err != nil {
 		return err
 	}
-	return h.backup(ctx, m)
+	return h.healBackup(ctx, m)
 }
 
-func (h *healing) backup(ctx context.Context, m *manifest.Manifest) error {
+func (h *healing) healBackup(ctx context.Context, m *manifest.Manifest) error {
 	var lost []lostChunk
 	for segment := range manifest.Segments(m.Size) {
 		var chunks []manifest.Chunk
@@ -118,7 +118,7 @@ func (h *healing) backup(ctx context.Context, m *manifest.Manifest) error {
 			switch {
 			case len(c.parts) == 0 || h.missing[c.place]:
 			case c.place.digest == manifest.Zeros(c.length).Digest:
-				if err := h.store(ctx, &c, make([]byte, c.length)); err != nil {
+				if err := h.storeLost(ctx, &c, make([]byte, c.length)); err != nil {
 					return err
 				}
 			default:
@@ -126,13 +126,13 @@ func (h *healing) backup(ctx context.Context, m *manifest.Manifest) error {
 			}
 		}
 		if len(lost) >= healedAtOnce {
-			if err := h.heal(ctx, m.Description, lost); err != nil {
+			if err := h.healLost(ctx, m.Description, lost); err != nil {
 				return err
 			}
 			lost = nil
 		}
 	}
-	return h.heal(ctx, m.Description, lost)
+	return h.healLost(ctx, m.Description, lost)
 }
 
 // lostParts are the parts of a chunk that the repository lacks.
@@ -147,8 +147,8 @@ func (h *healing) lostParts(ctx context.Context, c *manifest.Chunk, length int64
 	return lost, nil
 }
 
-// heal looks for chunks of one volume or image in its sources. A chunk is missing if each source says so.
-func (h *healing) heal(ctx context.Context, d manifest.Description, lost []lostChunk) (err error) {
+// healLost looks for chunks of one volume or image in its sources. A chunk is missing if each source says so.
+func (h *healing) healLost(ctx context.Context, d manifest.Description, lost []lostChunk) (err error) {
 	if len(lost) == 0 {
 		return nil
 	}
@@ -189,7 +189,7 @@ func (h *healing) takeFrom(ctx context.Context, src block.DigestSource, lost []l
 	for i := range lost {
 		c := &lost[i]
 		var b []byte
-		b, failure, err = h.read(ctx, src, c)
+		b, failure, err = h.readLost(ctx, src, c)
 		switch {
 		case err != nil:
 			return nil, nil, err
@@ -198,7 +198,7 @@ func (h *healing) takeFrom(ctx context.Context, src block.DigestSource, lost []l
 		case b == nil:
 			left = append(left, *c)
 		default:
-			if err = h.store(ctx, c, b); err != nil {
+			if err = h.storeLost(ctx, c, b); err != nil {
 				return nil, nil, err
 			}
 		}
@@ -206,8 +206,8 @@ func (h *healing) takeFrom(ctx context.Context, src block.DigestSource, lost []l
 	return left, nil, nil
 }
 
-// read reads a chunk; nil: the source has no such chunk.
-func (h *healing) read(ctx context.Context, src block.DigestSource, c *lostChunk) (b []byte, failure, err error) {
+// readLost reads a chunk; nil: the source has no such chunk.
+func (h *healing) readLost(ctx context.Context, src block.DigestSource, c *lostChunk) (b []byte, failure, err error) {
 	off := c.place.number * block.ChunkSize
 	if off+c.length > src.Size() {
 		return nil, nil, nil
@@ -242,8 +242,8 @@ func (h *healing) read(ctx context.Context, src block.DigestSource, c *lostChunk
 	return b, nil, nil
 }
 
-// store stores the lost parts of a chunk.
-func (h *healing) store(ctx context.Context, c *lostChunk, b []byte) error {
+// storeLost stores the lost parts of a chunk.
+func (h *healing) storeLost(ctx context.Context, c *lostChunk, b []byte) error {
 	for _, p := range c.parts {
 		part := b[p.Offset : p.Offset+p.Length]
 		if blob.Sum(part) != p.ID { // the manifest contradicts itself

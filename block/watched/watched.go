@@ -60,7 +60,7 @@ func Call[T any](d Disk, do func() (T, error), drop func(T)) (result T, err erro
 	if err := d.Failure(); err != nil {
 		return result, err
 	}
-	return begin(d, do, drop)()
+	return beginCall(d, do, drop)()
 }
 
 // Do is Call for a function without a result.
@@ -69,8 +69,8 @@ func Do(d Disk, do func() error) error {
 	return err
 }
 
-// begin begins a call, whose end wait awaits.
-func begin[T any](d Disk, do func() (T, error), drop func(T)) (wait func() (T, error)) {
+// beginCall begins a call, whose end wait awaits.
+func beginCall[T any](d Disk, do func() (T, error), drop func(T)) (wait func() (T, error)) {
 	type answer struct {
 		result T
 		err    error
@@ -127,8 +127,8 @@ func Open(d Disk, open func() (block.Source, error)) (*Source, error) {
 	}, func(s *Source) { _ = s.inner.Close() })
 }
 
-// use calls the open source.
-func use[T any](s *Source, do func() (T, error)) (T, error) {
+// useSource calls the open source.
+func useSource[T any](s *Source, do func() (T, error)) (T, error) {
 	return Call(s.disk, func() (none T, err error) {
 		s.mu.RLock()
 		defer s.mu.RUnlock()
@@ -144,12 +144,12 @@ func (s *Source) Size() int64 { return s.inner.Size() }
 
 // ReadAt implements io.ReaderAt. After an error the disk may still write to p.
 func (s *Source) ReadAt(p []byte, off int64) (int, error) {
-	return use(s, func() (int, error) { return s.inner.ReadAt(p, off) })
+	return useSource(s, func() (int, error) { return s.inner.ReadAt(p, off) })
 }
 
 // Next implements block.Source.
 func (s *Source) Next(off int64) (block.Extent, error) {
-	return use(s, func() (block.Extent, error) { return s.inner.Next(off) })
+	return useSource(s, func() (block.Extent, error) { return s.inner.Next(off) })
 }
 
 // Digest implements block.DigestSource. The digests of a source without digests, or of a disk that hangs, are not known.
@@ -162,7 +162,7 @@ func (s *Source) Digest(chunk int64) (sum [32]byte, known bool) {
 		sum   [32]byte
 		known bool
 	}
-	d, _ := use(s, func() (d digest, err error) {
+	d, _ := useSource(s, func() (d digest, err error) {
 		d.sum, d.known = digests.Digest(chunk)
 		return d, nil
 	})
@@ -172,13 +172,13 @@ func (s *Source) Digest(chunk int64) (sum [32]byte, known bool) {
 // BypassCache implements block.CacheBypasser.
 func (s *Source) BypassCache() {
 	if inner, is := s.inner.(block.CacheBypasser); is {
-		_, _ = use(s, func() (struct{}, error) { inner.BypassCache(); return struct{}{}, nil })
+		_, _ = useSource(s, func() (struct{}, error) { inner.BypassCache(); return struct{}{}, nil })
 	}
 }
 
 // Close implements io.Closer. Calls in progress delay the end of the source; Close does not wait for overdue ones.
 func (s *Source) Close() error {
-	wait := begin(s.disk, func() (struct{}, error) {
+	wait := beginCall(s.disk, func() (struct{}, error) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if s.closed {

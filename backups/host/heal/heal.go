@@ -59,9 +59,9 @@ type candidate struct {
 
 // sources are mover.Sources: the snapshots of a volume, the newest first, or the copies of an image.
 func (d *Disks) sources(ctx context.Context, of manifest.Description) iter.Seq2[block.DigestSource, error] {
-	list := d.imageCopies
+	list := d.listCopies
 	if of.Kind == manifest.Volume {
-		list = d.snapshots
+		list = d.listSnapshots
 	}
 	return func(yield func(block.DigestSource, error) bool) {
 		candidates, err := list(ctx, of.Name)
@@ -70,7 +70,7 @@ func (d *Disks) sources(ctx context.Context, of manifest.Description) iter.Seq2[
 			return
 		}
 		for _, c := range candidates {
-			src, err := d.open(ctx, c)
+			src, err := d.openCandidate(ctx, c)
 			if api.Is(err, api.NotFound) || api.Is(err, api.Corrupt) { // the disk says that it has no such chunks
 				d.Log.Debug("no source for a damaged backup", "of", c.name, "disk", c.disk, "err", err)
 				continue
@@ -94,8 +94,8 @@ func (d *Disks) sources(ctx context.Context, of manifest.Description) iter.Seq2[
 	}
 }
 
-// snapshots lists the snapshots of a volume on the disks of the node.
-func (d *Disks) snapshots(ctx context.Context, volume string) (list []candidate, err error) {
+// listSnapshots lists the snapshots of a volume on the disks of the node.
+func (d *Disks) listSnapshots(ctx context.Context, volume string) (list []candidate, err error) {
 	var replicas api.ReplicaList
 	var snapshots api.SnapshotList
 	if err := d.Live.List(ctx, &replicas); err != nil {
@@ -131,8 +131,8 @@ func (d *Disks) snapshots(ctx context.Context, volume string) (list []candidate,
 	return list, nil
 }
 
-// imageCopies lists the copies of an image on the disks of the node.
-func (d *Disks) imageCopies(ctx context.Context, name string) (list []candidate, err error) {
+// listCopies lists the copies of an image on the disks of the node.
+func (d *Disks) listCopies(ctx context.Context, name string) (list []candidate, err error) {
 	var img api.BackingImage
 	var copies api.ImageCopyList
 	if err := d.Live.Get(ctx, client.ObjectKey{Name: name}, &img); err != nil {
@@ -168,8 +168,8 @@ type heldSource struct {
 // Close implements io.Closer.
 func (s *heldSource) Close() error { return errors.Join(s.DigestSource.Close(), s.release()) }
 
-// open holds and opens the layers of a candidate, for a new holder.
-func (d *Disks) open(ctx context.Context, c candidate) (_ *heldSource, err error) {
+// openCandidate holds and opens the layers of a candidate, for a new holder.
+func (d *Disks) openCandidate(ctx context.Context, c candidate) (_ *heldSource, err error) {
 	disk, err := d.Disk(c.disk)
 	if err != nil {
 		return nil, err
