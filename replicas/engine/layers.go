@@ -154,7 +154,7 @@ func (r *joinRun) findLackingRegions(ctx context.Context, src Mirror) (regions [
 }
 
 // findDifferingRegions says where a returning replica may differ: by the intents of both sides, or, if these do not
-// name all regions, wherever one of the two replicas holds data. Layers that both share do not differ.
+// name all regions, wherever one of the two replicas holds data.
 func (r *joinRun) findDifferingRegions(ctx context.Context, src Mirror, uid string) (regions []int64, region int64,
 	full bool, err error) {
 	dst := r.dst
@@ -166,16 +166,11 @@ func (r *joinRun) findDifferingRegions(ctx context.Context, src Mirror, uid stri
 	if err != nil {
 		return nil, 0, false, err
 	}
+	if ours.Covers(theirs) {
+		return union(ours.Regions, theirs.Regions), ours.Region, false, nil
+	}
 	from, ok := src.(Cutter)
 	to, is := dst.(Cutter)
-	if ours.Covers(theirs) {
-		named := union(ours.Regions, theirs.Regions)
-		if !ok || !is {
-			return named, ours.Region, false, nil
-		}
-		regions, region = leaveSharedOut(ctx, from, to, uid, named, ours.Region)
-		return regions, region, false, nil
-	}
 	if !ok || !is {
 		size, err := r.e.volumeSize(ctx)
 		if err != nil {
@@ -190,37 +185,12 @@ func (r *joinRun) findDifferingRegions(ctx context.Context, src Mirror, uid stri
 	if err != nil {
 		return nil, 0, true, err
 	}
-	regions, err = findPiecesAbove(ctx, from, to, uid, base)
-	return regions, comparePiece, true, err
-}
-
-// findPiecesAbove lists the pieces in which one of two replicas holds data above layers that both share.
-func findPiecesAbove(ctx context.Context, from, to Cutter, uid string, base []string) ([]int64, error) {
 	a, err := from.Changed(ctx, "", uid, base, comparePiece)
 	if err != nil {
-		return nil, err
+		return nil, 0, true, err
 	}
 	b, err := to.Changed(ctx, "", "", base, comparePiece)
-	return union(a, b), err
-}
-
-// leaveSharedOut leaves the pieces out in which both replicas read layers that they share. A region is larger than most
-// writes, and a comparison of the layers below fetches them, if a replica lacks them yet. Without the maps, all regions
-// are compared.
-func leaveSharedOut(ctx context.Context, from, to Cutter, uid string, regions []int64, region int64) (
-	[]int64, int64) {
-	base, err := sharedLayers(ctx, from, to)
-	if err != nil || len(base) == 0 || len(regions) == 0 || region%comparePiece != 0 {
-		return regions, region
-	}
-	pieces, err := findPiecesAbove(ctx, from, to, uid, base)
-	if err != nil {
-		return regions, region
-	}
-	return slices.DeleteFunc(pieces, func(p int64) bool {
-		_, named := slices.BinarySearch(regions, p*comparePiece/region)
-		return !named
-	}), comparePiece
+	return union(a, b), comparePiece, true, err
 }
 
 // sharedLayers returns the lowest layers that both replicas stand on, such as an image's: a uid means one content.
