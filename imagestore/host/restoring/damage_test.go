@@ -210,7 +210,7 @@ func TestOpenAwaitsTheStore(t *testing.T) {
 	}
 	w.change(func() { w.away = true })
 	w.l.openAgain()
-	o, err := w.l.use(t.Context())
+	o, err := w.l.use(t.Context(), false)
 	must(t, err)
 	w.l.release(o, nil)
 }
@@ -238,5 +238,47 @@ func TestPlansAreBounded(t *testing.T) {
 	w.end()
 	if w.set.planned != 0 {
 		t.Errorf("%d bytes stay taken", w.set.planned)
+	}
+}
+
+// TestReadersDoNotWaitForARenewal: while a backup with damage is opened again, which takes long, readers get intact
+// chunks from the former one.
+func TestReadersDoNotWaitForARenewal(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, newStore(3*chunk))
+	w.damaged[1] = true
+	w.plan()
+	src := w.source()
+	if _, err := src.ReadAt(make([]byte, chunk), chunk); !api.Is(err, api.Corrupt) {
+		t.Fatalf("the read of a damaged chunk: %v", err)
+	}
+	w.l.mu.Lock()
+	w.l.renew, w.l.opening = time.Now(), make(chan struct{}) // an opening that never ends
+	w.l.mu.Unlock()
+	_, err := src.ReadAt(make([]byte, chunk), 2*chunk)
+	must(t, err)
+	w.l.mu.Lock()
+	close(w.l.opening)
+	w.l.opening = nil
+	w.l.mu.Unlock()
+}
+
+// unsynced is a layer in the making whose Sync fails.
+type unsynced struct{}
+
+func (unsynced) WriteAt(p []byte, _ int64) (int, error) { return len(p), nil }
+func (unsynced) ZeroAt(int64, int64) error              { return nil }
+func (unsynced) Sync(context.Context) error             { return api.Errorf(api.Full, "no space for the blocks") }
+
+// TestRestoreEndsWhenTheLayerCannotBeSynced: a failure of the disk ends the restore, although the store may come back.
+func TestRestoreEndsWhenTheLayerCannotBeSynced(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, newStore(3*chunk))
+	w.set.PauseMin = time.Hour
+	w.plan()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if err := w.l.Fill(false).Restore(ctx, unsynced{}); !api.Is(err, api.Full) {
+		t.Errorf("the restore ends with %v", err)
 	}
 }

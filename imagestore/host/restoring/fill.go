@@ -127,7 +127,7 @@ func (f *Fill) pause(ctx context.Context, why error) error {
 // restoreOnce restores the chunks that the layer lacks.
 func (f *Fill) restoreOnce(ctx context.Context, s *fillSink) error {
 	f.Damaged = nil
-	o, err := f.l.use(ctx)
+	o, err := f.l.use(ctx, true)
 	if err != nil {
 		return err
 	}
@@ -245,6 +245,22 @@ func (s *fillSink) WriteAt(p []byte, off int64) (int, error) {
 	s.l.set.yield()
 	n, err := s.Sink.WriteAt(p, off)
 	return n, s.note(n, off, err)
+}
+
+// ZeroAt implements block.Sink.
+func (s *fillSink) ZeroAt(off, n int64) error { return s.keep(s.Sink.ZeroAt(off, n)) }
+
+// Sync implements block.Sink. A writer whose Sync failed never syncs again: the restore needs another writer.
+func (s *fillSink) Sync(ctx context.Context) error { return s.keep(s.Sink.Sync(ctx)) }
+
+// keep keeps an error of the sink.
+func (s *fillSink) keep(err error) error {
+	if err != nil {
+		s.l.mu.Lock()
+		defer s.l.mu.Unlock()
+		s.err = err
+	}
+	return err
 }
 
 // WriteChunk implements block.DigestSink.

@@ -74,7 +74,7 @@ func (l *Layer) Prepare() {
 	}
 	l.set.run(func() {
 		for l.ctx.Err() == nil {
-			o, err := l.use(l.ctx)
+			o, err := l.use(l.ctx, false)
 			if err == nil {
 				l.release(o, nil)
 				return
@@ -87,11 +87,11 @@ func (l *Layer) Prepare() {
 // Open opens the backup, and reports whether the layer can be read before the restore has finished. Open waits, and the
 // layer is idle, while the backup cannot be opened.
 func (l *Layer) Open(ctx context.Context) (root string, size int64, readable bool, err error) {
-	o, err := l.use(ctx)
+	o, err := l.use(ctx, false)
 	for err != nil && ctx.Err() == nil && mayPass(err) {
 		l.setIdle(err)
 		l.awaitAgain(ctx)
-		o, err = l.use(ctx)
+		o, err = l.use(ctx, false)
 	}
 	if err != nil {
 		return "", 0, false, cmp.Or(context.Cause(ctx), err)
@@ -108,7 +108,7 @@ func (l *Layer) Open(ctx context.Context) (root string, size int64, readable boo
 
 // File reports whether the backup is a block.FileBackup, and the SHA-512 of the file.
 func (l *Layer) File(ctx context.Context) (checksum string, is bool, err error) {
-	o, err := l.use(ctx)
+	o, err := l.use(ctx, false)
 	if err != nil {
 		return "", false, err
 	}
@@ -126,8 +126,9 @@ func mayPass(err error) bool {
 	return !errors.Is(err, errEnded)
 }
 
-// use returns the open backup, which the caller gives back by release.
-func (l *Layer) use(ctx context.Context) (*openBackup, error) {
+// use returns the open backup, which the caller gives back by release. A backup with damage is opened again now and then:
+// a caller that wants the renewed one waits for it, and others use the former one meanwhile.
+func (l *Layer) use(ctx context.Context, renewed bool) (*openBackup, error) {
 	for {
 		l.mu.Lock()
 		renews := l.current != nil && !l.renew.IsZero() && !time.Now().Before(l.renew)
@@ -135,26 +136,27 @@ func (l *Layer) use(ctx context.Context) (*openBackup, error) {
 		case l.ended:
 			l.mu.Unlock()
 			return nil, errEnded
-		case l.current != nil && !renews:
+		case l.current == nil && l.opening == nil && time.Now().Before(l.again):
+			defer l.mu.Unlock()
+			return nil, l.failure
+		}
+		if l.opening == nil && (renews || l.current == nil) {
+			l.opening = make(chan struct{})
+			if !l.set.run(l.openOnce) { // the Set's lock comes after mu
+				l.opening, l.ended = nil, true
+				l.mu.Unlock()
+				return nil, errEnded
+			}
+		}
+		if l.current != nil && !(renews && renewed) {
 			defer l.mu.Unlock()
 			if !l.set.begin() {
 				return nil, errEnded
 			}
 			l.current.users++
 			return l.current, nil
-		case l.opening == nil && !renews && time.Now().Before(l.again):
-			defer l.mu.Unlock()
-			return nil, l.failure
 		}
 		wait := l.opening
-		if wait == nil {
-			wait = make(chan struct{})
-			l.opening = wait
-			if !l.set.run(l.openOnce) { // the Set's lock comes after mu
-				close(wait)
-				l.opening, l.ended = nil, true
-			}
-		}
 		l.mu.Unlock()
 		select {
 		case <-wait:
@@ -167,8 +169,9 @@ func (l *Layer) use(ctx context.Context) (*openBackup, error) {
 // openOnce tries to open the backup, and to plan the layer. The backup of before stays open after an error.
 func (l *Layer) openOnce() {
 	b, err := l.open(l.ctx)
+	mostPause := l.set.PauseMax
 	if api.Is(err, api.Corrupt) { // a heal may follow
-		err = api.Errorf(api.Unavailable, "%w", err)
+		err, mostPause = api.Errorf(api.Unavailable, "%w", err), l.set.HealPauseMax
 	}
 	if err == nil {
 		if err = l.planOnce(b); err != nil {
@@ -184,7 +187,7 @@ func (l *Layer) openOnce() {
 		l.delayRenewal()
 		return
 	case err != nil:
-		l.noteFailure(err)
+		l.noteFailure(err, mostPause)
 		return
 	}
 	l.drop()
@@ -222,8 +225,8 @@ func (l *Layer) planOnce(b block.Backup) error {
 }
 
 // noteFailure delays the next attempt to open. The caller has mu.
-func (l *Layer) noteFailure(err error) {
-	l.pause = min(max(2*l.pause, l.set.PauseMin), l.set.PauseMax)
+func (l *Layer) noteFailure(err error, mostPause time.Duration) {
+	l.pause = min(max(2*l.pause, l.set.PauseMin), mostPause)
 	l.failure, l.again = err, time.Now().Add(l.pause)
 }
 
@@ -277,7 +280,7 @@ func (l *Layer) askNow() {
 	if l.renew.IsZero() && l.idle == nil && len(l.damaged) == 0 {
 		return
 	}
-	l.renew, l.heal = time.Now(), 0
+	l.renew, l.again, l.heal = time.Now(), time.Now(), 0
 	close(l.waits)
 	l.waits = make(chan struct{})
 }
@@ -308,7 +311,7 @@ func (l *Layer) release(o *openBackup, err error) {
 	defer l.mu.Unlock()
 	if o.users--; err != nil && l.current == o && !api.Is(err, api.Corrupt) && l.ctx.Err() == nil {
 		l.set.Log.Warn("a backup is opened again", "layer", l.uid, "err", err)
-		l.noteFailure(err)
+		l.noteFailure(err, l.set.PauseMax)
 		l.drop()
 	} else if o.dropped && o.users == 0 {
 		l.close(o)

@@ -146,7 +146,10 @@ func (l *Layer) load(ctx context.Context, p *plan, number int64) (b []byte, fetc
 	if l.loadFilled(p, number, b) {
 		return b, false, nil
 	}
-	o, err := l.use(ctx)
+	l.mu.Lock()
+	damaged := l.damaged[number] != nil
+	l.mu.Unlock()
+	o, err := l.use(ctx, damaged)
 	if err != nil {
 		return nil, false, err
 	}
