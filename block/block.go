@@ -240,6 +240,13 @@ type Backup interface {
 	io.Closer
 }
 
+// ContinuedBackup is a Backup that is opened again to continue a restore.
+type ContinuedBackup interface {
+	Backup
+	// Leave is Close, but keeps what protects the backup in its store until the backup is opened again.
+	Leave() error
+}
+
 // FileBackup is a Backup of the file that an image was made of, in any format: the disk inside has another size, and is
 // restored by an import of the file.
 type FileBackup interface {

@@ -81,8 +81,14 @@ func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
 }
 
 // LockSnapshot is Lock in the mode Shared, for a session that restores a snapshot. RestoredByOthers tells other owners.
+// The locks of an earlier restore that was left are deleted.
 func (r *Repository) LockSnapshot(ctx context.Context, id blob.ID) (*Lock, error) {
-	return r.lock(ctx, Shared, id.String())
+	l, err := r.lock(ctx, Shared, id.String())
+	if err != nil {
+		return nil, err
+	}
+	_, _ = r.ReleaseLeftLocks(ctx) // after an error, the next caller tries again
+	return l, nil
 }
 
 func (r *Repository) lock(ctx context.Context, mode LockMode, restore string) (*Lock, error) {
@@ -107,7 +113,7 @@ func (r *Repository) newLock(ctx context.Context, mode LockMode, restore string)
 	now := time.Now()
 	l := &Lock{r: r, mode: mode, restore: restore, id: rand.Text(), began: now, refreshed: now}
 	var err error
-	if l.record, err = r.newRecord(l.id); err != nil {
+	if l.record, err = r.newRecord(l.id, restore); err != nil {
 		return nil, api.Errorf(api.KindOf(err), "repository %.8s: the record of a session cannot be written: %w", r.ID(), err)
 	}
 	if l.current, err = l.save(ctx); err != nil {
@@ -131,6 +137,13 @@ func (l *Lock) ID() string { return l.id }
 // Context ends with the context that Lock was called with, with Close, and when the lock is lost: then somebody may
 // delete packs.
 func (l *Lock) Context() context.Context { return l.session }
+
+// Leave ends the session without the deletion of the lock: the next process of the machine continues the restore.
+func (l *Lock) Leave() error {
+	l.end(api.Errorf(api.Unavailable, "repository %.8s: the session was left", l.r.ID()))
+	l.refresher.Wait()
+	return l.record.close()
+}
 
 // Close ends the session and deletes the lock. A store that permits no deletion keeps the lock until the lock is stale.
 func (l *Lock) Close(ctx context.Context) error {

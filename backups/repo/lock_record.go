@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -18,7 +19,11 @@ import (
 const (
 	recordsFolder    = "sessions"
 	recordLocksLimit = 1 << 16 // locks of one session, one for each refreshStep
+	restorePrefix    = "restore "
 )
+
+// restoreLeft is how long the locks of an ended restore stay for the next process, which continues the restore.
+const restoreLeft = 10 * time.Minute
 
 // lockRecord is a local file with the names of a session's locks: each name is durable before its lock exists. The
 // session holds the file locked, so the kernel tells whether the process of the session is gone, and the next process
@@ -30,8 +35,9 @@ func (r *Repository) recordsPath() string {
 	return filepath.Join(r.options.Cache, r.ID(), recordsFolder)
 }
 
-// newRecord makes the record of a session. Without a cache the session has none.
-func (r *Repository) newRecord(session string) (*lockRecord, error) {
+// newRecord makes the record of a session. Its first line names the snapshot that the session restores, if any. Without
+// a cache the session has no record.
+func (r *Repository) newRecord(session, restore string) (*lockRecord, error) {
 	if r.options.Cache == "" {
 		return nil, nil
 	}
@@ -43,7 +49,11 @@ func (r *Repository) newRecord(session string) (*lockRecord, error) {
 		return nil, err
 	}
 	rec := &lockRecord{f}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+	err = unix.Flock(int(f.Fd()), unix.LOCK_EX)
+	if err == nil && restore != "" {
+		_, err = f.WriteString(restorePrefix + restore + "\n")
+	}
+	if err != nil {
 		return nil, errors.Join(err, rec.remove())
 	}
 	return rec, syncFolder(r.recordsPath())
@@ -72,7 +82,7 @@ func (rec *lockRecord) remove() error {
 	return errors.Join(err, rec.file.Close())
 }
 
-// close ends the session, and leaves the record for ReleaseLeftLocks: some locks could not be deleted.
+// close ends the session, and leaves the record for ReleaseLeftLocks: some locks exist.
 func (rec *lockRecord) close() error {
 	if rec == nil {
 		return nil
@@ -94,9 +104,10 @@ func syncFolder(path string) error {
 	return errors.Join(f.Sync(), f.Close())
 }
 
-// ReleaseLeftLocks deletes the locks that killed processes of this machine left, by their records, and returns how many
+// ReleaseLeftLocks deletes the locks that ended processes of this machine left, by their records, and returns how many
 // records it removed. The caller calls ReleaseLeftLocks before the first session, so that sweeps and restic need not
-// wait until the locks are stale.
+// wait until the locks are stale. The locks of a restore stay until a session of this machine restores the snapshot
+// again, or for ten minutes: other owners keep the snapshot meanwhile.
 func (r *Repository) ReleaseLeftLocks(ctx context.Context) (released int, err error) {
 	if r.options.Cache == "" {
 		return 0, nil
@@ -105,9 +116,16 @@ func (r *Repository) ReleaseLeftLocks(ctx context.Context) (released int, err er
 	if errors.Is(err, os.ErrNotExist) {
 		return 0, nil
 	}
+	running := map[string]bool{} // snapshots that sessions restore
+	for _, entry := range records {
+		restore, runs, _, e := readRecord(filepath.Join(r.recordsPath(), entry.Name()), unix.LOCK_SH)
+		if err = errors.Join(err, e); runs && restore != "" {
+			running[restore] = true
+		}
+	}
 	for _, entry := range records {
 		path := filepath.Join(r.recordsPath(), entry.Name())
-		left, e := r.releaseLeft(ctx, path)
+		left, e := r.releaseLeft(ctx, path, running)
 		if e != nil {
 			err = errors.Join(err, api.Errorf(api.KindOf(e), "repository %.8s: the locks of an ended process, in %s, "+
 				"cannot be deleted: %w", r.ID(), path, e))
@@ -119,31 +137,45 @@ func (r *Repository) ReleaseLeftLocks(ctx context.Context) (released int, err er
 	return released, err
 }
 
-// releaseLeft deletes the locks of a record. left is false if the session of the record runs.
-func (r *Repository) releaseLeft(ctx context.Context, path string) (left bool, err error) {
+// readRecord reads the names of a record's locks, and the snapshot of a restore. runs: the flock of the session makes
+// lock fail.
+func readRecord(path string, lock int) (restore string, runs bool, names []string, err error) {
 	f, err := os.OpenFile(path, os.O_RDWR, 0o600)
 	if errors.Is(err, os.ErrNotExist) {
-		return false, nil // the session ended meanwhile
+		return "", true, nil, nil // the session ended meanwhile
 	} else if err != nil {
-		return false, err
+		return "", false, nil, err
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
-	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	if errors.Is(err, unix.EWOULDBLOCK) {
-		return false, nil
-	} else if err != nil {
-		return false, err
+	err = unix.Flock(int(f.Fd()), lock|unix.LOCK_NB)
+	if runs = errors.Is(err, unix.EWOULDBLOCK); err != nil && !runs {
+		return "", false, nil, err
 	}
-	var names []string
 	lines := bufio.NewScanner(f)
 	for lines.Scan() && len(names) < recordLocksLimit {
+		if of, is := strings.CutPrefix(lines.Text(), restorePrefix); is {
+			restore = of
+		}
 		// A torn last line has no lock: the line was not durable.
 		if id, err := blob.Parse(strings.TrimSpace(lines.Text())); err == nil {
 			names = append(names, locksFolder+id.String())
 		}
 	}
-	if err := lines.Err(); err != nil {
-		return true, err
+	return restore, runs, names, lines.Err()
+}
+
+// releaseLeft deletes the locks of a record. left is false if the session runs, or if the next process may continue the
+// session's restore soon. running are snapshots that sessions restore.
+func (r *Repository) releaseLeft(ctx context.Context, path string, running map[string]bool) (left bool, err error) {
+	restore, runs, names, err := readRecord(path, unix.LOCK_EX)
+	if err != nil || runs {
+		return err != nil, err
+	}
+	if restore != "" && !running[restore] {
+		info, err := os.Stat(path)
+		if err == nil && time.Since(info.ModTime()) < restoreLeft {
+			return false, nil
+		}
 	}
 	if len(names) > 0 {
 		if err := r.store.Delete(ctx, names...); err != nil && !api.Is(err, api.Denied) {

@@ -4,10 +4,13 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/target/folder"
 )
 
@@ -55,6 +58,45 @@ func TestLocksOfAKilledProcessAreReleased(t *testing.T) {
 	must(t, l.Close(t.Context()))
 	if HasLockRecords(dir+"/cache", r.ID()) {
 		t.Error("records are left")
+	}
+}
+
+// TestLockOfALeftRestoreStays: the lock of a restore that was left, as by a restart, stays for other owners until the
+// restore runs again, or for ten minutes.
+func TestLockOfALeftRestoreStays(t *testing.T) {
+	store := newMemoryStore()
+	r := newRepository(t, store)
+	other := *r
+	other.options.Owner = "other"
+	id := blob.Sum([]byte("restored"))
+	leave := func() {
+		t.Helper()
+		l, err := r.LockSnapshot(t.Context(), id)
+		must(t, err)
+		must(t, l.Leave())
+		if n, err := r.ReleaseLeftLocks(t.Context()); n != 0 || err != nil {
+			t.Errorf("%d records released, %v", n, err)
+		}
+		if got, err := other.RestoredByOthers(t.Context()); err != nil || got[id] == "" {
+			t.Errorf("others restore %v, %v", got, err)
+		}
+	}
+	leave()
+	again, err := r.LockSnapshot(t.Context(), id)
+	must(t, err)
+	if n := len(store.names(locksFolder)); n != 1 {
+		t.Errorf("%d locks of a restore that runs again, want 1", n)
+	}
+	must(t, again.Close(t.Context()))
+	leave()
+	records, err := os.ReadDir(r.recordsPath())
+	must(t, err)
+	before := time.Now().Add(-restoreLeft)
+	for _, e := range records {
+		must(t, os.Chtimes(filepath.Join(r.recordsPath(), e.Name()), before, before))
+	}
+	if n, err := r.ReleaseLeftLocks(t.Context()); n != 1 || err != nil || len(store.names(locksFolder)) != 0 {
+		t.Errorf("after ten minutes %d records released, %v; locks %v", n, err, store.names(locksFolder))
 	}
 }
 

@@ -44,7 +44,10 @@ type backup struct {
 	checksum string // of an image
 }
 
-var _ block.ChunkedBackup = (*backup)(nil)
+var (
+	_ block.ChunkedBackup   = (*backup)(nil)
+	_ block.ContinuedBackup = (*backup)(nil)
+)
 
 // Open opens the backup whose object has the URL. The context ends the use of the backup, too. Errors have the kinds of
 // targets.Repositories.Open; NotFound: no completed backup has the URL, or the repository lost the backup; Corrupt: the
@@ -194,14 +197,24 @@ func (o *backup) inSession(ctx context.Context, do func(context.Context) error) 
 func (o *backup) Restored() (done, total int64) { return o.progress.Bytes() }
 
 // Close implements block.Backup.
-func (o *backup) Close() (err error) {
+func (o *backup) Close() error {
+	return o.end(func(l *repo.Lock) error {
+		ctx, cancel := context.WithTimeout(context.Background(), closeTime)
+		defer cancel()
+		_ = l.Close(ctx) // a lock that stays is stale in 30 minutes
+		return nil
+	})
+}
+
+// Leave implements block.ContinuedBackup.
+func (o *backup) Leave() error { return o.end((*repo.Lock).Leave) }
+
+func (o *backup) end(endLock func(*repo.Lock) error) (err error) {
 	if o.blobs != nil {
 		err = o.blobs.Close()
 	}
 	if o.lock != nil {
-		ctx, cancel := context.WithTimeout(context.Background(), closeTime)
-		defer cancel()
-		_ = o.lock.Close(ctx) // a lock that stays is stale in 30 minutes
+		err = errors.Join(err, endLock(o.lock))
 	}
 	o.opened.Close()
 	return err

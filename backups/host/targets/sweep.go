@@ -85,22 +85,23 @@ func (r *Repositories) deleteSnapshots(ctx context.Context, t *api.BackupTarget,
 	objects []api.UID) deletionResult {
 	result := deletionResult{objects: objects}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) (err error) {
-		if len(ids) > 0 {
-			if result.kept, err = opened.RestoredByOthers(ctx); err != nil {
-				return err
-			}
+		left, err := SnapshotsOf(ctx, opened, objects...)
+		if err != nil {
+			return err
+		}
+		if result.kept, err = opened.RestoredByOthers(ctx); err != nil {
+			return err
 		}
 		for _, id := range ids {
 			if _, kept := result.kept[id]; !kept {
 				result.ids = append(result.ids, id)
 			}
 		}
-		left, err := SnapshotsOf(ctx, opened, objects...)
-		if err != nil {
-			return err
-		}
 		deleted := slices.Clone(result.ids)
 		for i := range left {
+			if holder, kept := result.kept[left[i].ID]; kept {
+				return api.Errorf(api.Busy, "%s restores snapshot %.8s in another cluster", holder, left[i].ID)
+			}
 			deleted = append(deleted, left[i].ID)
 		}
 		return opened.DeleteSnapshots(ctx, deleted...)

@@ -282,3 +282,22 @@ func TestRestoreEndsWhenTheLayerCannotBeSynced(t *testing.T) {
 		t.Errorf("the restore ends with %v", err)
 	}
 }
+
+// TestBackupOfAnUnfinishedRestoreIsLeft: at the end of the process, the next process continues; a removed layer needs its
+// backup no more.
+func TestBackupOfAnUnfinishedRestoreIsLeft(t *testing.T) {
+	t.Parallel()
+	for what, want := range map[string]int{"the end of the process": 1, "the removal of the layer": 0} {
+		w := newWorld(t, newStore(3*chunk))
+		w.plan()
+		if want == 0 {
+			w.set.Remove(w.disk.UID(), w.uid())
+		}
+		w.end()
+		w.change(func() {
+			if w.left != want {
+				t.Errorf("%s leaves %d backups, want %d", what, w.left, want)
+			}
+		})
+	}
+}

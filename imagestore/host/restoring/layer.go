@@ -30,24 +30,25 @@ type Layer struct {
 	sink    *fillSink    // of part, for readers' chunks; nil: it takes none
 	filled  filledChunks // of part
 
-	mu       sync.Mutex
-	ended    bool
-	whole    bool // the restore has written all chunks
-	plan     *plan
-	current  *openBackup
-	opening  chan struct{} // closed when the attempt to open ends; nil: no attempt
-	failure  error         // of the last attempt to open or read; nil after a success
-	again    time.Time     // earliest next attempt
-	pause    time.Duration // after the last failure
-	renew    time.Time     // when current is opened again: the store may have healed damage; zero: it found none
-	heal     time.Duration // the pause before renew
-	waits    chan struct{} // closed and replaced when a wait for renew ends early
-	idle     error         // why the restore waits for the store; nil: it does not
-	reserved int64         // of the Set's memory, for the plan
-	reads    map[int64]*read
-	recent   []int64         // the last chunks that readers asked for
-	damaged  map[int64]error // of readers
-	checksum string          // of the backup
+	mu        sync.Mutex
+	ended     bool
+	continues bool // in the next process
+	whole     bool // the restore has written all chunks
+	plan      *plan
+	current   *openBackup
+	opening   chan struct{} // closed when the attempt to open ends; nil: no attempt
+	failure   error         // of the last attempt to open or read; nil after a success
+	again     time.Time     // earliest next attempt
+	pause     time.Duration // after the last failure
+	renew     time.Time     // when current is opened again: the store may have healed damage; zero: it found none
+	heal      time.Duration // the pause before renew
+	waits     chan struct{} // closed and replaced when a wait for renew ends early
+	idle      error         // why the restore waits for the store; nil: it does not
+	reserved  int64         // of the Set's memory, for the plan
+	reads     map[int64]*read
+	recent    []int64         // the last chunks that readers asked for
+	damaged   map[int64]error // of readers
+	checksum  string          // of the backup
 }
 
 func newLayer(s *Set, on block.Layers, uid string, open func(context.Context) (block.Backup, error)) *Layer {
@@ -329,13 +330,26 @@ func (l *Layer) drop() {
 	}
 }
 
-// close closes an unused backup in the background, because the deletion of its lock may take long.
+// close closes an unused backup in the background, because the deletion of its lock may take long. It leaves a backup
+// that this process, or the next one, opens again. The caller has mu.
 func (l *Layer) close(o *openBackup) {
+	end := o.Close
+	if c, is := o.Backup.(block.ContinuedBackup); is && (!l.ended || l.continues) {
+		end = c.Leave
+	}
 	l.set.work.Go(func() { // Start waits: a user or an end is still counted
-		if err := o.Close(); err != nil {
+		if err := end(); err != nil {
 			l.set.Log.Warn("a backup cannot be closed", "layer", l.uid, "err", err)
 		}
 	})
+}
+
+// stop ends the service with the process. The caller is counted in Set.work.
+func (l *Layer) stop() {
+	l.mu.Lock()
+	l.continues = true
+	l.mu.Unlock()
+	l.end()
 }
 
 // end ends the service. The caller is counted in Set.work.

@@ -41,6 +41,7 @@ type store struct {
 	away    bool          // reads fail
 	opens   int           //
 	closed  int           //
+	left    int           // of the closed ones
 	read    map[int64]int // by chunk, for readers
 	written map[int64]int // by chunk, for restores
 	hold    chan struct{} // a restore waits here behind each chunk; nil: it does not wait
@@ -83,6 +84,12 @@ func (b *backup) Checksum() string         { return "" }
 func (b *backup) Close() error {
 	b.change(func() { b.closed++ })
 	return nil
+}
+
+// Leave implements block.ContinuedBackup.
+func (b *backup) Leave() error {
+	b.change(func() { b.left++ })
+	return b.Close()
 }
 
 func (b *backup) part(c int64) []byte { return b.content[c*chunk : min((c+1)*chunk, b.Size())] }

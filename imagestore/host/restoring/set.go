@@ -99,7 +99,7 @@ func (s *Set) Start(ctx context.Context) error {
 	s.layers = map[layerKey]*Layer{}
 	s.mu.Unlock()
 	for _, l := range all {
-		l.end()
+		l.stop()
 	}
 	s.cancel()
 	s.work.Done()
