@@ -47,6 +47,11 @@ func (s *Store) OpenBackup(ctx context.Context, n Name) (*Opened, error) {
 	}
 	o := &Opened{store: s.store, object: fmt.Sprintf("Longhorn's backup %s of volume %s", n.Backup, n.Volume),
 		pool: volumeFolder(n.Volume) + "blocks/", ctx: ctx}
+	if v.Image != "" {
+		return nil, api.Errorf(api.Unsupported, "%s: has only the blocks that were written above the backing image %.64q, "+
+			"whose bytes the backup lacks; restore the volume in Longhorn, and copy its files into a volume of Drover", o.object,
+			v.Image)
+	}
 	b, err := s.readBackup(ctx, n, func(b *Backup, offset int64, sum string) error {
 		return o.add(s.cache, v.Size, b.size(), offset, sum)
 	})
