@@ -236,34 +236,6 @@ func TestLonghornBackupsAreRestoredAndCopied(t *testing.T) {
 	}
 }
 
-// TestLonghornBackupsAboveImagesAreRefused: a backup of a volume with a backing image lacks the bytes of the image, so
-// its restore and its copy fail instead of zeros.
-func TestLonghornBackupsAboveImagesAreRefused(t *testing.T) {
-	w, offsite := newPair(t)
-	old := &world{Server: w.Server}
-	old.folder, old.store = newFolder(t)
-	longhorntest.AddBackup(t, old.store, longhorntest.Backup{Volume: "pvc-1", Name: "backup-1", Size: 20 << 20,
-		BlockSize: 2 << 20, Method: "lz4", Image: "golden", Blocks: map[int64][]byte{0: randomBytes(3, 2<<20)}})
-	w.opts.Targets.OpenStore = openPair(w, offsite, old)
-	w.Create(&api.BackupTarget{ObjectMeta: apitest.Named("old"),
-		Spec: api.BackupTargetSpec{BackupTargetURL: "file://" + old.folder}})
-	w.start(nil)
-	w.awaitAvailable("offsite")
-	w.awaitAvailable("old")
-	found := &api.Backup{ObjectMeta: apitest.Named("backup-1")}
-	w.awaitState(found, api.BackupCompleted)
-	if _, err := w.open(t.Context(), found.Status.URL); !api.Is(err, api.Unsupported) ||
-		!strings.Contains(err.Error(), "golden") {
-		t.Errorf("the open of a backup without its image: %v", err)
-	}
-	c := w.newCopy("moved", "backup-1", "pvc-1", "offsite")
-	w.awaitState(c, api.BackupError)
-	if !strings.Contains(c.Status.Message, "golden") {
-		t.Errorf("message %q", c.Status.Message)
-	}
-	offsite.check(0)
-}
-
 // filesOf are the files below a folder.
 func filesOf(t *testing.T, dir string) (files []string) {
 	t.Helper()

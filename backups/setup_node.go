@@ -11,8 +11,10 @@ import (
 	"drover.io/drover/backups/host"
 	"drover.io/drover/backups/host/heal"
 	"drover.io/drover/backups/host/holders"
+	"drover.io/drover/backups/host/images"
 	"drover.io/drover/backups/host/restore"
 	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/backups/longhorn"
 	"drover.io/drover/block"
 )
 
@@ -24,6 +26,10 @@ func SetupNode(mgr ctrl.Manager, node string, disks func(api.UID) (block.Snapsho
 	healer := &heal.Disks{Live: mgr.GetAPIReader(), Node: node, Disk: disks, Holders: &holders.Set{}, Pacer: pacer,
 		Log: cmp.Or(o.Log, slog.Default())}
 	o.Targets.Heal = healer.Heal
+	if o.OpenDisk != nil {
+		local := &images.Disks{Reader: mgr.GetClient(), Node: node, Disk: disks}
+		o.Targets.Images = &longhorn.Images{Disk: o.OpenDisk, Local: local.Open}
+	}
 	repositories, err := targets.Setup(mgr, node, o.ForTargets())
 	if err != nil {
 		return nil, err

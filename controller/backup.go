@@ -251,7 +251,7 @@ func (s *Server) deleteBackupSnapshot(ctx context.Context, id string) error {
 
 // beginWithBackup makes a volume begin with a backup, and returns the size of the backup. A class for such volumes may
 // name the image below the backup's volume, as Longhorn's do. The volume needs no image: a backup of Drover has the
-// image's bytes, too, and the restore refuses one of Longhorn, which lacks them.
+// image's bytes, too, and the restore of a backup of Longhorn finds them.
 func (s *Server) beginWithBackup(w *wish, b *api.Backup) (int64, error) {
 	if err := api.RestorableBackup(b); err != nil {
 		return 0, err

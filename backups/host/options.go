@@ -37,6 +37,9 @@ type Options struct {
 	ProgressEvery time.Duration
 	// Targets are the options of the work for BackupTargets. Log is the same by default.
 	Targets targets.Options
+	// OpenDisk opens the disk inside the file of an image of Longhorn, as longhorn.Images has it; nil: backups of Longhorn
+	// above images are refused.
+	OpenDisk func(file block.Source) (block.Source, error)
 	// CollectEvery is the interval between two looks for holds without a backup; 10 min.
 	CollectEvery time.Duration
 }

@@ -5,11 +5,16 @@ import (
 	"sync"
 )
 
-// cachedBlocks is how many blocks a blockCache keeps: 64 MiB of the largest.
-const cachedBlocks = 4
+// cachedBlocks is how many blocks a blockCache keeps: 64 MiB of the largest. The cache of a backing image below a volume
+// has room for the smallest, which the readers of a restore read at other places at once.
+const (
+	cachedBlocks     = 4
+	cachedBaseBlocks = 2 * mostReaders
+)
 
 // blockCache keeps the last blocks of which ReadAt read parts, so that a block of several chunks is read once.
 type blockCache struct {
+	most   int // blocks
 	mu     sync.Mutex
 	freed  sync.Cond      // signals that a block has no users
 	recent []*cachedBlock // the last one was used last
@@ -63,7 +68,7 @@ func (c *blockCache) use(place int64) (b *cachedBlock, first bool) {
 			return b, false
 		}
 		b = &cachedBlock{place: place, users: 1, ready: make(chan struct{})}
-		if len(c.recent) == cachedBlocks {
+		if len(c.recent) == c.most {
 			i := c.find(func(b *cachedBlock) bool { return b.users == 0 })
 			if i < 0 {
 				c.freed.Wait()

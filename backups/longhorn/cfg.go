@@ -25,7 +25,7 @@ type Volume struct {
 	Name          string
 	Size          int64 // bytes
 	Image         string
-	ImageChecksum string // SHA-512 of the image's file
+	ImageChecksum string // SHA-512 of the image's file; empty: not known
 	StorageClass  string // name
 }
 
@@ -67,7 +67,11 @@ func (s *Store) ReadVolume(ctx context.Context, name string) (v Volume, err erro
 		case "BackingImageName":
 			return d.nested(&v.Image)
 		case "BackingImageChecksum":
-			return d.nested(&v.ImageChecksum)
+			err := d.nested(&v.ImageChecksum)
+			if v.ImageChecksum = strings.ToLower(v.ImageChecksum); !fileChecksum.MatchString(v.ImageChecksum) {
+				v.ImageChecksum = ""
+			}
+			return err
 		case "StorageClassName":
 			return d.nested(&v.StorageClass)
 		}

@@ -10,13 +10,15 @@
 //
 //   - All objects of the store are hostile: names are checked before the store is asked, sizes before a read, lengths
 //     before an allocation, and offsets before a block is used.
-//   - No byte is returned that was not compared with its block's checksum. Blocks that a backup does not list are zeros.
+//   - No byte is returned that was not compared with its block's checksum. Blocks that a backup does not list are zeros,
+//     or the bytes of the volume's backing image, whose file was compared with the SHA-512 that the volume names. Without
+//     the image a backup is not opened.
 //   - The memory of an open backup does not depend on its size: the list of blocks lies in a local file without a name.
 //   - A backup that is in progress (its cfg has no CreatedTime) is an error of kind Busy.
 //
-// Goroutines: Restore and the lists wait for all that they start. Methods are safe for concurrent use, except Close.
+// Goroutines: Restore, OpenBackup and the lists wait for all that they start. Methods are safe for concurrent use, except Close.
 //
-// Lock order: blockCache.mu is a leaf. No request to the store runs with the lock held.
+// Lock order: blockCache.mu and Images.mu are leaves. No request to the store runs with a lock held.
 package longhorn
 
 import (

@@ -112,7 +112,7 @@ func TestBackupsOfAllFormsAreRead(t *testing.T) {
 			if n := (Name{"pvc-1", "backup-1"}); err != nil || !slices.Equal(names, []Name{n}) {
 				t.Fatalf("the list has %v, %v", names, err)
 			}
-			o, err := l.OpenBackup(t.Context(), names[0])
+			o, err := l.OpenBackup(t.Context(), names[0], nil)
 			must(t, err)
 			defer o.Close()
 			sink := &memory{bytes: make([]byte, o.Size())}
@@ -187,7 +187,7 @@ func TestFilesOfLonghornAreRead(t *testing.T) {
 	if err != nil || img.Size != 5243392 || !strings.HasPrefix(img.Checksum, "08f9bac4") || img.Encrypted {
 		t.Errorf("image %+v, %v", img, err)
 	}
-	o, err := l.OpenBackup(t.Context(), n)
+	o, err := l.OpenBackup(t.Context(), n, nil)
 	must(t, err)
 	defer o.Close()
 	if o.Size() != 64*mib || o.blocks.bytes != 23*2*mib {
@@ -256,7 +256,7 @@ func TestLostAndDamagedBlocksAreNamed(t *testing.T) {
 			} else {
 				must(t, s.Put(t.Context(), object, body))
 			}
-			o, err := New(s, t.TempDir()).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"})
+			o, err := New(s, t.TempDir()).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, nil)
 			must(t, err)
 			defer o.Close()
 			err = o.Restore(t.Context(), &memory{bytes: make([]byte, o.Size())})
@@ -326,7 +326,7 @@ func TestHostileFilesAreRefused(t *testing.T) {
 			}
 			must(t, s.Put(t.Context(), object, []byte(bad)))
 			cache := t.TempDir()
-			_, err = New(s, cache).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"})
+			_, err = New(s, cache).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, nil)
 			if !api.Is(err, c.kind) || !strings.Contains(err.Error(), "backup-1") {
 				t.Errorf("%v: %v, want kind %v and the name", api.KindOf(err), err, c.kind)
 			}
@@ -359,7 +359,7 @@ func TestHostileNamesAreNotAsked(t *testing.T) {
 		t.Errorf("backups %v, images %v, %v, %v", backups, images, err, imagesErr)
 	}
 	_, err = l.ReadBackup(t.Context(), Name{"../x", "b"})
-	if _, e := l.OpenBackup(t.Context(), Name{"x/y", "b"}); !api.Is(e, api.Invalid) || !api.Is(err, api.Invalid) {
+	if _, e := l.OpenBackup(t.Context(), Name{"x/y", "b"}, nil); !api.Is(e, api.Invalid) || !api.Is(err, api.Invalid) {
 		t.Errorf("bad names: %v, %v", e, err)
 	}
 	if _, err := l.OpenImage(t.Context(), ".."); !api.Is(err, api.Invalid) {
@@ -390,7 +390,7 @@ func TestRestoreEndsWithItsContexts(t *testing.T) {
 	longhorntest.AddBackup(t, s, longhorntest.Backup{Volume: "pvc-1", Name: "backup-1", Size: 12 * mib,
 		BlockSize: 2 * mib, Method: "none", Blocks: map[int64][]byte{0: content(1, 2*mib)}})
 	session, end := context.WithCancelCause(t.Context())
-	o, err := New(s, t.TempDir()).OpenBackup(session, Name{"pvc-1", "backup-1"})
+	o, err := New(s, t.TempDir()).OpenBackup(session, Name{"pvc-1", "backup-1"}, nil)
 	must(t, err)
 	defer o.Close()
 	full := errors.New("the disk is full")

@@ -2,6 +2,7 @@ package longhorn
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -22,14 +23,17 @@ const (
 
 // Opened is an open backup of a volume or backing image. It implements block.Backup, and block.DigestSource for copies.
 type Opened struct {
-	store   target.Store
-	object  string // for errors
-	pool    string // of blocks
-	method  string
-	blocks  *blockMap
-	zeroSum string // of a whole block of zeros
-	ctx     context.Context
-	cache   blockCache
+	store    target.Store
+	object   string // for errors
+	pool     string // of blocks
+	method   string
+	checksum string // SHA-512 of an image, as the store tells it
+	blocks   *blockMap
+	zeroSum  string            // of a whole block of zeros
+	base     block.Source      // of the bytes without a block; nil: they are zeros
+	list     [sha256.Size]byte // names the list of blocks of an image
+	ctx      context.Context
+	cache    blockCache
 
 	total, done atomic.Int64
 }
@@ -39,24 +43,26 @@ var (
 	_ block.DigestSource = (*Opened)(nil)
 )
 
-// OpenBackup opens a backup of a volume. The context ends the use of the backup, too.
-func (s *Store) OpenBackup(ctx context.Context, n Name) (*Opened, error) {
+// OpenBackup opens a backup of a volume. The context ends the use of the backup, too. An error of kind NotFound: images
+// lacks the backing image of the volume, or the store lacks the backup.
+func (s *Store) OpenBackup(ctx context.Context, n Name, images *Images) (*Opened, error) {
 	v, err := s.ReadVolume(ctx, n.Volume)
 	if err != nil {
 		return nil, err
 	}
 	o := &Opened{store: s.store, object: fmt.Sprintf("Longhorn's backup %s of volume %s", n.Backup, n.Volume),
 		pool: volumeFolder(n.Volume) + "blocks/", ctx: ctx}
-	if v.Image != "" {
-		return nil, api.Errorf(api.Unsupported, "%s: has only the blocks that were written above the backing image %.64q, "+
-			"whose bytes the backup lacks; restore the volume in Longhorn, and copy its files into a volume of Drover", o.object,
-			v.Image)
-	}
 	b, err := s.readBackup(ctx, n, func(b *Backup, offset int64, sum string) error {
 		return o.add(s.cache, v.Size, b.size(), offset, sum)
 	})
 	o.method = b.method
-	return o, o.finish(s.cache, v.Size, b.blockSize, err)
+	if err := o.finish(s.cache, v.Size, b.blockSize, err); err != nil {
+		return nil, err
+	}
+	if o.base, err = s.openBase(ctx, &v, images); err != nil {
+		return nil, errors.Join(api.Errorf(api.KindOf(err), "%s: %w", o.object, err), o.Close())
+	}
+	return o, nil
 }
 
 // OpenImage opens the file of a backing image, whose format the description does not tell.
@@ -66,11 +72,18 @@ func (s *Store) OpenImage(ctx context.Context, name string) (*Opened, error) {
 		return nil, err
 	}
 	o := &Opened{store: s.store, object: "Longhorn's backing image " + name, pool: imageBlocks, method: img.method,
-		ctx: ctx}
+		checksum: img.Checksum, ctx: ctx}
+	list := sha256.New()
 	_, err = s.readImage(ctx, name, func(offset int64, sum string) error {
+		_, _ = fmt.Fprintln(list, offset, sum)
 		return o.add(s.cache, img.Size, smallestBlock, offset, sum)
 	})
-	return o, o.finish(s.cache, img.Size, smallestBlock, err)
+	_, _ = fmt.Fprintln(list, img.Size)
+	o.list = [sha256.Size]byte(list.Sum(nil))
+	if err := o.finish(s.cache, img.Size, smallestBlock, err); err != nil {
+		return nil, err
+	}
+	return o, nil
 }
 
 // add adds a block of the list.
@@ -98,28 +111,36 @@ func (o *Opened) finish(cache string, size, blockSize int64, err error) error {
 		return err
 	}
 	o.zeroSum = checksum(make([]byte, blockSize))
-	o.cache.freed.L = &o.cache.mu
+	o.cache.freed.L, o.cache.most = &o.cache.mu, cachedBlocks
 	return nil
 }
 
 // Size implements block.Backup.
 func (o *Opened) Size() int64 { return o.blocks.size }
 
-// Checksum implements block.Backup: a volume has none. ReadImage has the checksum of an image.
-func (o *Opened) Checksum() string { return "" }
+// Checksum implements block.Backup: a volume has none.
+func (o *Opened) Checksum() string { return o.checksum }
 
 // Restored implements block.Backup.
 func (o *Opened) Restored() (done, total int64) { return o.done.Load(), o.total.Load() }
 
 // Close implements block.Backup.
-func (o *Opened) Close() error { return o.blocks.close() }
+func (o *Opened) Close() error {
+	if o.base == nil {
+		return o.blocks.close()
+	}
+	return errors.Join(o.base.Close(), o.blocks.close())
+}
 
 // Restore implements block.Backup. It reads several blocks at once.
 func (o *Opened) Restore(ctx context.Context, sink block.Sink) error {
-	m := o.blocks
+	blockSize := o.blocks.blockSize
 	o.done.Store(0)
-	o.total.Store(m.bytes)
-	readers := int(min(max(restoreMemory/(2*m.blockSize), 1), mostReaders))
+	o.total.Store(0)
+	if err := o.eachPart(func(_, n int64) error { o.total.Add(n); return nil }); err != nil {
+		return err
+	}
+	readers := int(min(max(restoreMemory/(2*blockSize), 1), mostReaders))
 	buffers := make(chan []byte, readers)
 	for range readers {
 		buffers <- nil
@@ -129,19 +150,23 @@ func (o *Opened) Restore(ctx context.Context, sink block.Sink) error {
 	defer context.AfterFunc(o.ctx, func() { cancel(context.Cause(o.ctx)) })()
 	group, work := errgroup.WithContext(ctx)
 	group.SetLimit(readers)
-	for place := m.next(0, true); place < m.places() && work.Err() == nil; place = m.next(place+1, true) {
+	walked := o.eachPart(func(off, n int64) error {
 		group.Go(func() error {
 			buffer := <-buffers
 			defer func() { buffers <- buffer }()
 			if buffer == nil {
-				buffer = block.AlignedBuffer(int(m.blockSize))
+				buffer = block.AlignedBuffer(int(blockSize))
 			}
-			return o.restoreBlock(work, sink, place, buffer[:m.length(place)])
+			return o.restorePart(work, sink, off, buffer[:n])
 		})
-	}
+		return work.Err()
+	})
 	err := group.Wait()
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
+	}
+	if err == nil {
+		err = walked
 	}
 	if err != nil {
 		return err
@@ -149,13 +174,48 @@ func (o *Opened) Restore(ctx context.Context, sink block.Sink) error {
 	return sink.Sync(ctx)
 }
 
-func (o *Opened) restoreBlock(ctx context.Context, sink block.Sink, place int64, buffer []byte) error {
-	zeros, err := o.read(ctx, place, buffer)
+// eachPart calls each, in order, with the ranges that may have other bytes than zeros: a block, or a chunk of the base.
+func (o *Opened) eachPart(each func(off, n int64) error) error {
+	m := o.blocks
+	for place := int64(0); place < m.places(); place++ {
+		off, end := place*m.blockSize, place*m.blockSize+m.length(place)
+		switch {
+		case m.has(place):
+			if err := each(off, end-off); err != nil {
+				return err
+			}
+			continue
+		case o.base == nil || off >= o.base.Size():
+			place = m.next(place, true) - 1
+			continue
+		}
+		for ; off < end; off += block.ChunkSize {
+			n := min(block.ChunkSize, end-off)
+			data, err := hasData(o.base, off, off+n)
+			if err == nil && data {
+				err = each(off, n)
+			}
+			if err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// restorePart restores a range of eachPart.
+func (o *Opened) restorePart(ctx context.Context, sink block.Sink, off int64, buffer []byte) (err error) {
+	place, zeros := off/o.blocks.blockSize, false
+	if o.blocks.has(place) {
+		zeros, err = o.read(ctx, place, buffer)
+	} else {
+		err = o.readBase(buffer, off)
+	}
 	if err != nil {
 		return err
 	}
 	if !zeros { // other bytes of the sink read as zeros
-		if _, err := sink.WriteAt(buffer, place*o.blocks.blockSize); err != nil {
+		if _, err := sink.WriteAt(buffer, off); err != nil {
 			return err
 		}
 	}
@@ -191,6 +251,14 @@ func (o *Opened) Next(off int64) (block.Extent, error) {
 		e.Kind = block.Data
 	}
 	e.Len = min(m.next(place, e.Kind != block.Data)*m.blockSize, m.size) - off
+	if e.Kind == block.Data || o.base == nil || off >= o.base.Size() {
+		return e, nil
+	}
+	below, err := o.base.Next(off)
+	if err != nil {
+		return block.Extent{}, o.baseError(off, err)
+	}
+	e.Kind, e.Len = below.Kind, min(e.Len, below.End()-off)
 	return e, nil
 }
 
@@ -221,8 +289,7 @@ func (o *Opened) ReadAt(p []byte, off int64) (n int, err error) {
 func (o *Opened) readPiece(place, at int64, piece []byte) error {
 	switch {
 	case !o.blocks.has(place):
-		clear(piece)
-		return nil
+		return o.readBase(piece, place*o.blocks.blockSize+at)
 	case int64(len(piece)) == o.blocks.length(place):
 		zeros, err := o.read(o.ctx, place, piece)
 		if zeros {

@@ -3,6 +3,7 @@ package importer
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"io"
 	"strings"
 
@@ -111,6 +112,32 @@ func (f format) openImage(r io.ReaderAt, size int64, stream bool) (block.Source,
 		return vhdx.Open(r, size, vhdx.Limits{})
 	}
 }
+
+// OpenDisk opens the disk inside a file, as the engine of Longhorn does: a file that does not begin as qcow2 is the disk
+// itself. The disk owns the file; after an error the caller does.
+func OpenDisk(file block.Source) (block.Source, error) {
+	head := make([]byte, min(headSize, file.Size()))
+	if _, err := io.ReadFull(io.NewSectionReader(file, 0, int64(len(head))), head); err != nil {
+		return nil, err
+	}
+	if !qcow2.Detect(head) {
+		return file, nil
+	}
+	img, err := qcow2.Open(file, file.Size(), qcow2.Limits{})
+	if err != nil {
+		return nil, err
+	}
+	return diskInFile{img, file}, nil
+}
+
+// diskInFile is a disk that closes its file.
+type diskInFile struct {
+	block.Source
+	file io.Closer
+}
+
+// Close implements io.Closer.
+func (d diskInFile) Close() error { return errors.Join(d.Source.Close(), d.file.Close()) }
 
 // needsEnd reports that a conversion needs the size of the image.
 func (f format) needsEnd() bool { return f != formatQCOW2 }

@@ -191,6 +191,7 @@ func (a *attempt) copyLonghorn(ctx context.Context, id blob.ID, to *repo.Reposit
 	}
 	defer func() { err = errors.Join(err, from.Close()) }()
 	o.facts = from.Facts
+	o.facts.ImageDigest = "" // names the image's file, and in a repository the disk inside
 	d := description{Name: o.facts.Volume}
 	if o.facts.Image != "" {
 		d.Image = &image{o.facts.Image, from.ImageChecksum}

@@ -137,8 +137,11 @@ func (l *longhornSnapshots) loadImage(ctx context.Context, id blob.ID, name stri
 func longhornImageFacts(img *longhorn.Image) tags.Facts {
 	id := blob.ID(longhorn.ImageID(img.Name))
 	return tags.Facts{Backup: img.Name, Image: img.Name, Object: objectOf(id), VolumeSize: img.Size, Labels: img.Labels,
-		ImageDigest: img.Checksum[:min(len(img.Checksum), 2*len(id))], ImageChecksum: img.Checksum}
+		ImageDigest: imageDigest(img.Checksum), ImageChecksum: img.Checksum}
 }
+
+// imageDigest names the file of a backing image by a part of its checksum.
+func imageDigest(checksum string) string { return checksum[:min(len(checksum), 2*len(blob.ID{}))] }
 
 // readVolume reads the description of a volume once in a visit.
 func (l *longhornSnapshots) readVolume(ctx context.Context, name string) (longhorn.Volume, error) {
@@ -166,7 +169,8 @@ func longhornFacts(b *longhorn.Backup, v *longhorn.Volume) tags.Facts {
 		f.Snapshot = b.Snapshot
 	}
 	if isObjectName(v.Image) {
-		f.Image = v.Image
+		f.Image, f.ImageChecksum = v.Image, v.ImageChecksum
+		f.ImageDigest = imageDigest(v.ImageChecksum)
 	}
 	if isObjectName(v.StorageClass) {
 		f.Record = &api.RecordedVolume{StorageClassName: v.StorageClass}
@@ -219,11 +223,12 @@ func (b *LonghornBackup) Close() error {
 }
 
 // OpenLonghorn opens the backup with an ID in a store of Longhorn. The context ends the use of the backup, too. Errors
-// have the kinds of Open, and those of package longhorn; NotFound: the store has no such backup.
+// have the kinds of Open, and those of package longhorn; NotFound: the store has no such backup, or the backing image of
+// the volume is missing.
 func (r *Repositories) OpenLonghorn(ctx context.Context, name, volume string, id blob.ID) (
 	o *LonghornBackup, err error) {
 	release, err := r.withLonghorn(ctx, name, func(store *longhorn.Store) (err error) {
-		o, err = openLonghorn(ctx, store, volume, id)
+		o, err = openLonghorn(ctx, store, volume, id, r.images)
 		return err
 	})
 	if err != nil {
@@ -240,12 +245,8 @@ func (r *Repositories) OpenLonghornImage(ctx context.Context, name, image string
 		return nil, api.Errorf(api.NotFound, "the store of Longhorn has no image %s with the ID %.8s", image, id)
 	}
 	o := &longhornImage{}
-	release, err := r.withLonghorn(ctx, name, func(store *longhorn.Store) error {
-		img, err := store.ReadImage(ctx, image)
-		if err == nil {
-			o.checksum = img.Checksum
-			o.Opened, err = store.OpenImage(ctx, image)
-		}
+	release, err := r.withLonghorn(ctx, name, func(store *longhorn.Store) (err error) {
+		o.Opened, err = store.OpenImage(ctx, image)
 		return err
 	})
 	if err != nil {
@@ -281,12 +282,8 @@ func (r *Repositories) withLonghorn(ctx context.Context, name string, open func(
 // longhornImage is the file of a backing image.
 type longhornImage struct {
 	*longhorn.Opened
-	checksum string
-	close    func()
+	close func()
 }
-
-// Checksum implements block.Backup.
-func (i *longhornImage) Checksum() string { return i.checksum }
 
 // File implements block.FileBackup.
 func (i *longhornImage) File() io.ReaderAt { return i.Opened }
@@ -298,7 +295,8 @@ func (i *longhornImage) Close() error {
 	return err
 }
 
-func openLonghorn(ctx context.Context, store *longhorn.Store, volume string, id blob.ID) (*LonghornBackup, error) {
+func openLonghorn(ctx context.Context, store *longhorn.Store, volume string, id blob.ID, images *longhorn.Images) (
+	*LonghornBackup, error) {
 	names, err := store.ListBackupsOf(ctx, volume)
 	if err != nil {
 		return nil, err
@@ -315,7 +313,7 @@ func openLonghorn(ctx context.Context, store *longhorn.Store, volume string, id 
 		if err != nil {
 			return nil, err
 		}
-		opened, err := store.OpenBackup(ctx, n)
+		opened, err := store.OpenBackup(ctx, n, images)
 		if err != nil {
 			return nil, err
 		}

@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"time"
 
+	"drover.io/drover/backups/longhorn"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/target"
@@ -39,6 +40,8 @@ type Options struct {
 	// Heal writes blobs again that snapshots of a repository lost, as far as the node's disks have them, and returns their
 	// number, with an error, too; nil: no disk is asked.
 	Heal func(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions) (int64, error)
+	// Images finds the backing images below backups of Longhorn; nil: such backups are refused.
+	Images *longhorn.Images
 	// OpenStore opens the store of a URL with the credentials of a Secret; address.Parse and Open.
 	OpenStore func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error)
 }

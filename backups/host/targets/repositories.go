@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/longhorn"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/limited"
@@ -25,6 +26,7 @@ type Repositories struct {
 	node      string
 	cache     string // folder
 	openStore func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error)
+	images    *longhorn.Images
 	log       *slog.Logger
 
 	runs chan struct{} // of repo.Options, for all restores of the node

@@ -24,6 +24,7 @@ type Backup struct {
 	Volume, Name string
 	Size         int64 // of the volume
 	Image        string
+	ImageSum     string // SHA-512 of the image
 	BlockSize    int64
 	// Quantity is the text of the size of blocks, if not a plain number; "-" leaves the parameter out.
 	Quantity   string
@@ -40,6 +41,7 @@ type Image struct {
 	Method     string
 	InProgress bool
 	Secret     string
+	Sparse     bool // blocks of zeros are left out
 }
 
 type entry struct {
@@ -139,7 +141,7 @@ func AddBackup(t testing.TB, s target.Store, b Backup) {
 		DataEngine              string
 		AnObjectOfALaterVersion map[string][]int
 	}{b.Volume, strconv.FormatInt(b.Size, 10), nil, "2026-01-02T03:00:00Z", b.Name, "2026-01-02T03:04:05Z", "1",
-		twice(b.Image), twice(""), twice(b.Method), twice("longhorn"), twice("v1"), map[string][]int{"a": {1}}})
+		twice(b.Image), twice(b.ImageSum), twice(b.Method), twice("longhorn"), twice("v1"), map[string][]int{"a": {1}}})
 	parameters := map[string]string{"backup-mode": "full"}
 	switch {
 	case b.Quantity == "":
@@ -166,16 +168,24 @@ func AddBackup(t testing.TB, s target.Store, b Backup) {
 		struct{ FilePath string }{}})
 }
 
+// ImageSum is the SHA-512 of an image's file.
+func ImageSum(content []byte) string {
+	sum := sha512.Sum512(content)
+	return hex.EncodeToString(sum[:])
+}
+
 // AddImage writes a backing image.
 func AddImage(t testing.TB, s target.Store, i Image) {
 	t.Helper()
 	blocks := map[int64][]byte{}
 	const size = 2 << 20
 	for off := 0; off < len(i.Content); off += size {
-		blocks[int64(off)] = i.Content[off:min(off+size, len(i.Content))]
+		b := i.Content[off:min(off+size, len(i.Content))]
+		if !i.Sparse || !bytes.Equal(b, make([]byte, len(b))) {
+			blocks[int64(off)] = b
+		}
 	}
 	list := entries(t, s, "backupstore/backing-images/blocks/", i.Method, blocks)
-	sum := sha512.Sum512(i.Content)
 	completed := "2026-01-02T03:05:00Z"
 	if i.InProgress {
 		completed = ""
@@ -188,6 +198,6 @@ func AddImage(t testing.TB, s target.Store, i Image) {
 		Secret, SecretNamespace          string
 		ProcessingBlocks                 map[string]map[string]string
 		Blocks                           []entry
-	}{i.Name, strconv.Itoa(len(i.Content)), strconv.Itoa(len(list)), hex.EncodeToString(sum[:]), nil, i.Method,
+	}{i.Name, strconv.Itoa(len(i.Content)), strconv.Itoa(len(list)), ImageSum(i.Content), nil, i.Method,
 		"2026-01-02T03:00:00Z", completed, i.Secret, "", map[string]map[string]string{"Blocks": {}}, list})
 }
