@@ -2,7 +2,6 @@ package api
 
 import (
 	"cmp"
-	"net/url"
 	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -72,26 +71,6 @@ func (v *Volume) BaseImage() string {
 
 // IsHidden reports whether Drover made the image for a volume of a backup.
 func (i *BackingImage) IsHidden() bool { return i.Labels[LabelHidden] != "" }
-
-// ValidateBackupURL refuses a text that is not the URL of a backup. The error does not repeat the text, which may hold
-// a password.
-func ValidateBackupURL(text string) error {
-	u, err := url.Parse(text)
-	if err != nil || u.Scheme == "" || hasPassword(u) || u.Query().Get("backup") == "" ||
-		u.Query().Get("volume") == "" && u.Query().Get("backingImage") == "" {
-		return Errorf(Invalid, "the text is no URL of a backup: copy status.url of the Backup")
-	}
-	return nil
-}
-
-// BackupOfURL is the name of a backup in its target, from the backup's URL; empty: the text is no such URL.
-func BackupOfURL(text string) string {
-	u, err := url.Parse(text)
-	if err != nil {
-		return ""
-	}
-	return u.Query().Get("backup")
-}
 
 // backupScheme begins the handle of a backup in CSI: bak://VOLUME/BACKUP, as Longhorn's.
 const backupScheme = "bak://"

@@ -10,13 +10,16 @@ import (
 	"strings"
 )
 
-// Parameters of SourceRestore. RestoreBackupURL has Longhorn's name; with RestoreAllowDamaged, true, damaged chunks of
-// the backup are restored as zeros; with RestoreOnDemand, true, only chunks that volumes read are restored, and the
-// image never becomes ready.
+// Parameters of SourceRestore. With RestoreAllowDamaged, true, damaged chunks of the backup are restored as zeros; with
+// RestoreOnDemand, true, only chunks that volumes read are restored, and the image never becomes ready. The others are
+// Longhorn's: RestoreTargetName and RestoreConcurrency change nothing, because the URL leads to the target, and the node
+// decides how much it reads at once.
 const (
 	RestoreBackupURL    = "backup-url"
 	RestoreAllowDamaged = "allow-damaged"
 	RestoreOnDemand     = "on-demand"
+	RestoreTargetName   = "backup-target-name"
+	RestoreConcurrency  = "concurrent-limit"
 )
 
 // Parameters of SourceExport. The type exists for users with the habit: an image is layers, not a file.
@@ -33,8 +36,9 @@ var sourceParameters = map[SourceType]map[string]bool{
 	SourceFile:     {"path": true},
 	SourceClone:    {"backingImage": true},
 	SourceRegistry: {"url": true, "plainHTTP": false},
-	SourceRestore:  {RestoreBackupURL: true, RestoreAllowDamaged: false, RestoreOnDemand: false},
-	SourceExport:   {ExportVolume: true, ExportSnapshot: false, ExportFormat: false},
+	SourceRestore: {RestoreBackupURL: true, RestoreAllowDamaged: false, RestoreOnDemand: false, RestoreTargetName: false,
+		RestoreConcurrency: false},
+	SourceExport: {ExportVolume: true, ExportSnapshot: false, ExportFormat: false},
 }
 
 var (
@@ -159,6 +163,11 @@ func (s *BackingImageSpec) validateParameters() error {
 		for _, name := range []string{RestoreAllowDamaged, RestoreOnDemand} {
 			if v := s.SourceParameters[name]; v != "" && v != "true" && v != "false" {
 				return Errorf(Invalid, "parameter %s is %q: it must be true or false", name, v)
+			}
+		}
+		if v := s.SourceParameters[RestoreConcurrency]; v != "" {
+			if n, err := strconv.Atoi(v); err != nil || n < 0 {
+				return Errorf(Invalid, "parameter %s is %q: it must be a number from 0 on", RestoreConcurrency, v)
 			}
 		}
 	case SourceFile:

@@ -55,6 +55,11 @@ func TestBackingImageSpecValidate(t *testing.T) {
 			RestoreBackupURL: "s3://me:secret@bucket/path?backup=b&volume=v"}}, Invalid, "no URL of a backup"},
 		{"restore from a bucket with a region", BackingImageSpec{SourceType: SourceRestore,
 			SourceParameters: map[string]string{RestoreBackupURL: "s3://bucket@region/path?backup=b&volume=v"}}, 0, ""},
+		{"restore as in Longhorn", BackingImageSpec{SourceType: SourceRestore, SourceParameters: map[string]string{
+			RestoreBackupURL:  "nfs://host:/srv/t?nfsOptions=soft&backingImage=golden",
+			RestoreTargetName: "default", RestoreConcurrency: "2"}}, 0, ""},
+		{"restore with a limit", BackingImageSpec{SourceType: SourceRestore, SourceParameters: map[string]string{
+			RestoreBackupURL: "s3://bucket@region/?backingImage=golden", RestoreConcurrency: "two"}}, Invalid, "a number"},
 		{"unknown type", BackingImageSpec{SourceType: "tape"}, Invalid, `"tape" is unknown`},
 		{"disk", BackingImageSpec{SourceType: SourceUpload, CleanupDisks: []UID{"../x"}}, Invalid, "not a UID"},
 	} {

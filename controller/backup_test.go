@@ -234,6 +234,7 @@ func TestVolumeOfBackup(t *testing.T) {
 	sized := from("by-source", handle)
 	sized.CapacityRange = nil
 	for _, r := range []*csi.CreateVolumeRequest{sized, from("by-url", "", "fromBackup", url, "backupBlockSize", "2Mi"),
+		from("by-other-url", "", "fromBackup", strings.Replace(url, "?", "/?", 1)),
 		from("by-name", "", "fromBackup", "found", "backupTargetName", "default", "backingImage", "golden")} {
 		v := create(t, r)
 		again, err := door.CreateVolume(t.Context(), r)

@@ -86,12 +86,16 @@ func (r *restoreReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ct
 
 // findBackup finds the completed Backup with a URL; nil: none.
 func (r *restoreReconciler) findBackup(ctx context.Context, url string) (*api.Backup, error) {
+	ref, err := api.ParseBackupURL(url)
+	if err != nil {
+		return nil, nil // the restore tells
+	}
 	var list api.BackupList
 	if err := r.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, err
 	}
 	for i := range list.Items {
-		if b := &list.Items[i]; b.Status.URL == url && b.Status.State == api.BackupCompleted {
+		if b := &list.Items[i]; b.Status.State == api.BackupCompleted && ref.Matches(b.Status.URL) {
 			return b, nil
 		}
 	}
@@ -158,7 +162,7 @@ func isSameImage(img *api.BackingImage, b *api.Backup, stored *api.BackupBacking
 	return s.VolumeBackingImageDigest != "" && img.ContentDigest() == s.VolumeBackingImageDigest ||
 		s.VolumeBackingImageChecksum != "" && img.Status.Checksum == s.VolumeBackingImageChecksum ||
 		stored != nil && img.Spec.SourceType == api.SourceRestore &&
-			img.Spec.SourceParameters[api.RestoreBackupURL] == stored.Status.URL
+			api.SameBackup(img.Spec.SourceParameters[api.RestoreBackupURL], stored.Status.URL)
 }
 
 // report emits an event about a volume, unless it was the last one.

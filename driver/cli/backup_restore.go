@@ -82,7 +82,7 @@ func findBackup(ctx context.Context, c client.Client, text string) (*api.Backup,
 	if err := c.List(ctx, &list); err != nil {
 		return nil, explain(ctx, err)
 	}
-	i := slices.IndexFunc(list.Items, func(b api.Backup) bool { return b.Status.URL == text })
+	i := slices.IndexFunc(list.Items, func(b api.Backup) bool { return api.SameBackup(b.Status.URL, text) })
 	if i < 0 { // not repeated: the text may hold a password
 		return nil, api.Errorf(api.NotFound, "no backup has this URL: make a target for its store with `drover target "+
 			"create`, and compare with `drover backup show`")

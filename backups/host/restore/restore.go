@@ -96,12 +96,16 @@ func (b *Backups) openLonghorn(ctx context.Context, object api.StoredBackup, id 
 
 // find finds the object of a backup.
 func (b *Backups) find(ctx context.Context, url string) (api.StoredBackup, error) {
+	ref, err := api.ParseBackupURL(url)
+	if err != nil {
+		return nil, err
+	}
 	var list api.BackupList
 	if err := b.Reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, api.Explain(err, "list backups")
 	}
 	for i := range list.Items {
-		if o := &list.Items[i]; hasURL(&o.Status.CommonBackupStatus, url) {
+		if o := &list.Items[i]; isFound(&o.Status.CommonBackupStatus, ref) {
 			return o, nil
 		}
 	}
@@ -109,19 +113,29 @@ func (b *Backups) find(ctx context.Context, url string) (api.StoredBackup, error
 	if err := b.Reader.List(ctx, &images, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, api.Explain(err, "list backups of images")
 	}
+	var found api.StoredBackup
 	for i := range images.Items {
-		if o := &images.Items[i]; hasURL(&o.Status.CommonBackupStatus, url) {
-			return o, nil
+		o := &images.Items[i]
+		switch {
+		case !isFound(&o.Status.CommonBackupStatus, ref):
+		case found != nil && !ref.NamesBackup():
+			return nil, api.Errorf(api.Invalid, "the URL %s names an image with several backups: use status.url of one of "+
+				"them, as of %s or %s", url, found.GetName(), o.Name)
+		case found == nil:
+			found = o
 		}
+	}
+	if found != nil {
+		return found, nil
 	}
 	return nil, api.Errorf(api.NotFound, "no completed backup has the URL %s: compare with status.url of the Backups", url)
 }
 
-// hasURL reports whether a status is that of a complete backup with the URL. The deletion of a backup waits for
+// isFound reports whether a status is that of a complete backup that ref names. The deletion of a backup waits for
 // restores, which a restart of the node interrupts.
-func hasURL(s *api.CommonBackupStatus, url string) bool {
+func isFound(s *api.CommonBackupStatus, ref api.BackupRef) bool {
 	waits := s.State == api.BackupDeleting && s.SnapshotID != ""
-	return s.URL == url && (s.State == api.BackupCompleted || waits)
+	return (s.State == api.BackupCompleted || waits) && ref.Matches(s.URL)
 }
 
 // load locks the repository and reads the backup's description.

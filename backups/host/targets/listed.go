@@ -176,5 +176,5 @@ func (v *visit) backupsInUse(ctx context.Context) (func(api.StoredBackup) bool, 
 			copied[b.Spec.CopyOf] = true
 		}
 	}
-	return func(b api.StoredBackup) bool { return unfinished[b.Common().URL] != nil || copied[b.GetName()] }, nil
+	return func(b api.StoredBackup) bool { return unfinished.of(b) != nil || copied[b.GetName()] }, nil
 }

@@ -200,7 +200,7 @@ func TestLonghornIsOpenedByID(t *testing.T) {
 	w := newWorld(t, "node-1")
 	w.forbidWrites()
 	dir := t.TempDir()
-	addLonghorn(t, dir, "backup-1")
+	addLonghorn(t, dir, "backup-1", func(b *longhorntest.Backup) { b.Image = "" })
 	w.Create(&api.Backup{ObjectMeta: metav1.ObjectMeta{Name: "backup-1"},
 		Spec: api.BackupSpec{BackupTargetName: "other", Volume: "vol"}})
 	apitest.EditStatus(w.Server, &api.Backup{ObjectMeta: apitest.Named("backup-1")}, func(b *api.Backup) {

@@ -1,6 +1,7 @@
 package targets
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"time"
@@ -30,13 +31,12 @@ func (r *targetReconciler) keepRestoring(ctx context.Context, rec *targetRecord,
 		return nil, next, err
 	}
 	for _, b := range deleted {
-		url := b.Common().URL
-		o := unfinished[url]
+		o := unfinished.of(b)
 		id, _ := snapshotOf(b)
 		holder, kept := rec.kept[id]
 		var message string
 		switch {
-		case o != nil && url != "":
+		case o != nil:
 			next = earlier(next, now.Add(restoringAgain))
 			message = fmt.Sprintf("backing image %s: is being restored from this backup; the deletion continues when the "+
 				"image is ready or deleted", o.Name)
@@ -55,19 +55,32 @@ func (r *targetReconciler) keepRestoring(ctx context.Context, rec *targetRecord,
 	return free, next, nil
 }
 
-// unfinishedRestores returns the images that are being restored, by the URLs of their backups. live is without a cache,
-// which may not know an image that was made a moment ago.
-func unfinishedRestores(ctx context.Context, live client.Reader) (map[string]*api.BackingImage, error) {
+// restores are the images that are being restored, by their backups.
+type restores map[api.BackupRef]*api.BackingImage
+
+// unfinishedRestores returns the images that are being restored. live is without a cache, which may not know an image
+// that was made a moment ago.
+func unfinishedRestores(ctx context.Context, live client.Reader) (restores, error) {
 	var images api.BackingImageList
 	if err := live.List(ctx, &images); err != nil {
 		return nil, api.Explain(err, "list backing images")
 	}
-	unfinished := map[string]*api.BackingImage{}
+	unfinished := restores{}
 	for i := range images.Items {
 		o := &images.Items[i]
-		if o.Spec.SourceType == api.SourceRestore && o.Status.State != api.ImageReady {
-			unfinished[o.Spec.SourceParameters[api.RestoreBackupURL]] = o
+		ref, err := api.ParseBackupURL(o.Spec.SourceParameters[api.RestoreBackupURL])
+		if err == nil && o.Spec.SourceType == api.SourceRestore && o.Status.State != api.ImageReady {
+			unfinished[ref] = o
 		}
 	}
 	return unfinished, nil
+}
+
+// of is an image that is being restored from a backup; nil: none.
+func (r restores) of(b api.StoredBackup) *api.BackingImage {
+	ref, err := api.ParseBackupURL(b.Common().URL)
+	if err != nil {
+		return nil
+	}
+	return cmp.Or(r[ref], r[ref.AnyOfImage()])
 }
