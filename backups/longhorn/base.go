@@ -160,19 +160,32 @@ func readFull(from io.ReaderAt, p []byte, off int64) error {
 	return nil
 }
 
-// hasData reports whether a source may have other bytes than zeros in a range.
-func hasData(from block.Source, off, end int64) (bool, error) {
-	for end = min(end, from.Size()); off < end; {
-		e, err := from.Next(off)
-		if err != nil {
-			return false, err
-		}
-		if e.Kind == block.Data {
-			return true, nil
-		}
-		off = e.End()
+// eachBaseChunk calls each with the chunks of a range in which the base may have other bytes than zeros. The range
+// begins with a chunk.
+func (o *Opened) eachBaseChunk(off, end int64, each func(off, n int64) error) error {
+	if o.base == nil {
+		return nil
 	}
-	return false, nil
+	dataEnd := off // of the last extent of data
+	for bound := min(end, o.base.Size()); off < bound; {
+		if off >= dataEnd {
+			e, err := o.base.Next(off)
+			if err != nil {
+				return o.baseError(off, err)
+			}
+			if dataEnd = e.End(); e.Kind != block.Data {
+				off = e.End()
+				continue
+			}
+		}
+		off -= off % block.ChunkSize
+		n := min(block.ChunkSize, end-off)
+		if err := each(off, n); err != nil {
+			return err
+		}
+		off += n
+	}
+	return nil
 }
 
 // readBase fills p with bytes that have no block.

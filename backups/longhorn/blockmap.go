@@ -98,9 +98,9 @@ func (m *blockMap) sum(place int64) (string, error) {
 	return hex.EncodeToString(digest[:]), nil
 }
 
-// next is the first place from place on that has a block, or has none; places if there is no such place.
-func (m *blockMap) next(place int64, present bool) int64 {
-	for ; place < m.places(); place++ {
+// next is the first place from place on that has a block, or has none; end if there is no such place before.
+func (m *blockMap) next(place, end int64, present bool) int64 {
+	for ; place < end; place++ {
 		word := m.present[place/64]
 		if present && word == 0 || !present && word == ^uint64(0) {
 			place |= 63
@@ -110,7 +110,7 @@ func (m *blockMap) next(place int64, present bool) int64 {
 			return place
 		}
 	}
-	return m.places()
+	return end
 }
 
 func (m *blockMap) close() error { return m.file.Close() }

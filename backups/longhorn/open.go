@@ -19,6 +19,7 @@ import (
 const (
 	restoreMemory = 128 << 20 // bytes; a block needs room for its object and for its bytes
 	mostReaders   = 16
+	mostPlaces    = 1 << 16 // of an extent, so that a hostile list makes no search long
 )
 
 // Opened is an open backup of a volume or backing image. It implements block.Backup, and block.DigestSource for copies.
@@ -177,27 +178,18 @@ func (o *Opened) Restore(ctx context.Context, sink block.Sink) error {
 // eachPart calls each, in order, with the ranges that may have other bytes than zeros: a block, or a chunk of the base.
 func (o *Opened) eachPart(each func(off, n int64) error) error {
 	m := o.blocks
-	for place := int64(0); place < m.places(); place++ {
-		off, end := place*m.blockSize, place*m.blockSize+m.length(place)
-		switch {
-		case m.has(place):
-			if err := each(off, end-off); err != nil {
+	for place := int64(0); place < m.places(); {
+		off := place * m.blockSize
+		if m.has(place) {
+			if err := each(off, m.length(place)); err != nil {
 				return err
 			}
-			continue
-		case o.base == nil || off >= o.base.Size():
-			place = m.next(place, true) - 1
+			place++
 			continue
 		}
-		for ; off < end; off += block.ChunkSize {
-			n := min(block.ChunkSize, end-off)
-			data, err := hasData(o.base, off, off+n)
-			if err == nil && data {
-				err = each(off, n)
-			}
-			if err != nil {
-				return err
-			}
+		place = m.next(place, m.places(), true)
+		if err := o.eachBaseChunk(off, min(place*m.blockSize, m.size), each); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -250,7 +242,8 @@ func (o *Opened) Next(off int64) (block.Extent, error) {
 	if m.has(place) {
 		e.Kind = block.Data
 	}
-	e.Len = min(m.next(place, e.Kind != block.Data)*m.blockSize, m.size) - off
+	end := m.next(place, min(m.places(), place+mostPlaces), e.Kind != block.Data)
+	e.Len = min(end*m.blockSize, m.size) - off
 	if e.Kind == block.Data || o.base == nil || off >= o.base.Size() {
 		return e, nil
 	}
