@@ -5,19 +5,24 @@ import (
 	"iter"
 )
 
+// IntactBackup is a Backup that restores the chunks that it can.
+type IntactBackup interface {
+	Backup
+	// RestoreIntact is Restore without the chunks that skip, if set, reports, and without those that the store damaged or
+	// lost: RestoreIntact returns them in ascending order, and writes nothing, or a part, of each.
+	RestoreIntact(ctx context.Context, sink Sink, skip func(chunk int64) bool) (damaged []int64, err error)
+}
+
 // ChunkedBackup is a Backup that knows the digests of its chunks, so that the layer of a restore is known before its
 // data, and that reads single chunks. Methods are safe for concurrent use.
 type ChunkedBackup interface {
-	Backup
+	IntactBackup
 	// Digests calls each, in ascending order, with the SHA-256 of the bytes of every chunk that is not zeros (ChunkSize
 	// bytes; the last chunk may be short). A part of the list that the store lost or damaged is an error of kind corrupt.
 	Digests(ctx context.Context, each func(chunk int64, sum [32]byte)) error
 	// ReadChunk fills buf with a chunk, and compares the bytes with the digest. buf has the length of the chunk. Errors of
 	// kind corrupt or not found: the store damaged or lost the chunk.
 	ReadChunk(ctx context.Context, chunk int64, buf []byte) error
-	// RestoreIntact is Restore without the chunks that skip, if set, reports, and without those that the store damaged or
-	// lost: RestoreIntact returns them in ascending order, and writes nothing, or a part, of each.
-	RestoreIntact(ctx context.Context, sink Sink, skip func(chunk int64) bool) (damaged []int64, err error)
 }
 
 // LayerPlanner is a Layers that knows a layer before its data.

@@ -108,9 +108,8 @@ func (s *Store) readBackup(ctx context.Context, n Name, each func(b *Backup, off
 	if !longhornName.MatchString(n.Volume) || !longhornName.MatchString(n.Backup) {
 		return b, api.Errorf(api.Invalid, "backup %.64q of volume %.64q: not names of Longhorn", n.Backup, n.Volume)
 	}
-	name := volumeFolder(n.Volume) + "backups/" + backupPrefix + n.Backup + fileSuffix
 	c := backupDecoder{b: &b, each: each}
-	if err = decodeObject(ctx, s.store, name, cfgLimit, c.decode); err == nil {
+	if err = decodeObject(ctx, s.store, backupFile(n), cfgLimit, c.decode); err == nil {
 		err = c.check(n)
 	}
 	if err != nil {
@@ -265,7 +264,7 @@ func (s *Store) readImage(ctx context.Context, name string, each func(offset int
 		return img, api.Errorf(api.Invalid, "backing image %.64q: not a name of Longhorn", name)
 	}
 	var completed, secret string
-	err = decodeObject(ctx, s.store, imagesFolder+name+"/"+imageFile, cfgLimit, func(d *decoder, key string) error {
+	err = decodeObject(ctx, s.store, imageFileOf(name), cfgLimit, func(d *decoder, key string) error {
 		switch key {
 		case "Name":
 			return d.Decode(&img.Name)

@@ -194,6 +194,14 @@ func volumeFolder(volume string) string {
 	return volumesFolder + sum[:2] + "/" + sum[2:4] + "/" + volume + "/"
 }
 
+// backupFile is the cfg of a backup.
+func backupFile(n Name) string {
+	return volumeFolder(n.Volume) + "backups/" + backupPrefix + n.Backup + fileSuffix
+}
+
+// imageFileOf is the cfg of a backing image.
+func imageFileOf(name string) string { return imagesFolder + name + "/" + imageFile }
+
 // checksum is half of the SHA-512, in hexadecimal digits.
 func checksum(b []byte) string {
 	sum := sha512.Sum512(b)

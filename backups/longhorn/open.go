@@ -8,23 +8,19 @@ import (
 	"io"
 	"sync/atomic"
 
-	"golang.org/x/sync/errgroup"
-
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/block"
 )
 
-// Bounds of what an open backup reads at once.
-const (
-	restoreMemory = 128 << 20 // bytes; a block needs room for its object and for its bytes
-	mostReaders   = 16
-	mostPlaces    = 1 << 16 // of an extent, so that a hostile list makes no search long
-)
+// mostPlaces bounds an extent, so that a hostile list makes no search long.
+const mostPlaces = 1 << 16
 
-// Opened is an open backup of a volume or backing image. It implements block.Backup, and block.DigestSource for copies.
+// Opened is an open backup of a volume or backing image. It implements block.IntactBackup, and
+// block.DigestSource for copies.
 type Opened struct {
 	store    target.Store
+	cfg      string // object with the list of blocks
 	object   string // for errors
 	pool     string // of blocks
 	method   string
@@ -40,7 +36,7 @@ type Opened struct {
 }
 
 var (
-	_ block.Backup       = (*Opened)(nil)
+	_ block.IntactBackup = (*Opened)(nil)
 	_ block.DigestSource = (*Opened)(nil)
 )
 
@@ -52,7 +48,7 @@ func (s *Store) OpenBackup(ctx context.Context, n Name, images *Images) (*Opened
 		return nil, err
 	}
 	o := &Opened{store: s.store, object: fmt.Sprintf("Longhorn's backup %s of volume %s", n.Backup, n.Volume),
-		pool: volumeFolder(n.Volume) + "blocks/", ctx: ctx}
+		cfg: backupFile(n), pool: volumeFolder(n.Volume) + "blocks/", ctx: ctx}
 	b, err := s.readBackup(ctx, n, func(b *Backup, offset int64, sum string) error {
 		return o.add(s.cache, v.Size, b.size(), offset, sum)
 	})
@@ -72,8 +68,8 @@ func (s *Store) OpenImage(ctx context.Context, name string) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	o := &Opened{store: s.store, object: "Longhorn's backing image " + name, pool: imageBlocks, method: img.method,
-		checksum: img.Checksum, ctx: ctx}
+	o := &Opened{store: s.store, object: "Longhorn's backing image " + name, cfg: imageFileOf(name), pool: imageBlocks,
+		method: img.method, checksum: img.Checksum, ctx: ctx}
 	list := sha256.New()
 	_, err = s.readImage(ctx, name, func(offset int64, sum string) error {
 		_, _ = fmt.Fprintln(list, offset, sum)
@@ -133,48 +129,6 @@ func (o *Opened) Close() error {
 	return errors.Join(o.base.Close(), o.blocks.close())
 }
 
-// Restore implements block.Backup. It reads several blocks at once.
-func (o *Opened) Restore(ctx context.Context, sink block.Sink) error {
-	blockSize := o.blocks.blockSize
-	o.done.Store(0)
-	o.total.Store(0)
-	if err := o.eachPart(func(_, n int64) error { o.total.Add(n); return nil }); err != nil {
-		return err
-	}
-	readers := int(min(max(restoreMemory/(2*blockSize), 1), mostReaders))
-	buffers := make(chan []byte, readers)
-	for range readers {
-		buffers <- nil
-	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	defer context.AfterFunc(o.ctx, func() { cancel(context.Cause(o.ctx)) })()
-	group, work := errgroup.WithContext(ctx)
-	group.SetLimit(readers)
-	walked := o.eachPart(func(off, n int64) error {
-		group.Go(func() error {
-			buffer := <-buffers
-			defer func() { buffers <- buffer }()
-			if buffer == nil {
-				buffer = block.AlignedBuffer(int(blockSize))
-			}
-			return o.restorePart(work, sink, off, buffer[:n])
-		})
-		return work.Err()
-	})
-	err := group.Wait()
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	if err == nil {
-		err = walked
-	}
-	if err != nil {
-		return err
-	}
-	return sink.Sync(ctx)
-}
-
 // eachPart calls each, in order, with the ranges that may have other bytes than zeros: a block, or a chunk of the base.
 func (o *Opened) eachPart(each func(off, n int64) error) error {
 	m := o.blocks
@@ -192,26 +146,6 @@ func (o *Opened) eachPart(each func(off, n int64) error) error {
 			return err
 		}
 	}
-	return nil
-}
-
-// restorePart restores a range of eachPart.
-func (o *Opened) restorePart(ctx context.Context, sink block.Sink, off int64, buffer []byte) (err error) {
-	place, zeros := off/o.blocks.blockSize, false
-	if o.blocks.has(place) {
-		zeros, err = o.read(ctx, place, buffer)
-	} else {
-		err = o.readBase(buffer, off)
-	}
-	if err != nil {
-		return err
-	}
-	if !zeros { // other bytes of the sink read as zeros
-		if _, err := sink.WriteAt(buffer, off); err != nil {
-			return err
-		}
-	}
-	o.done.Add(int64(len(buffer)))
 	return nil
 }
 

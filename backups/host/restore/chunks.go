@@ -163,7 +163,7 @@ func (o *backup) readChunk(ctx context.Context, number int64, buf []byte) error 
 	return err
 }
 
-// RestoreIntact implements block.ChunkedBackup.
+// RestoreIntact implements block.IntactBackup.
 func (o *backup) RestoreIntact(ctx context.Context, sink block.Sink, skip func(chunk int64) bool) ([]int64, error) {
 	return o.restore(ctx, sink, mover.RestoreOptions{AllowDamaged: true, Skip: skip})
 }

@@ -137,7 +137,7 @@ func (f *Fill) restoreOnce(ctx context.Context, s *fillSink) error {
 	f.restored = o.Restored
 	f.l.mu.Unlock()
 	var damaged []int64
-	if b, ok := o.Backup.(block.ChunkedBackup); ok {
+	if b, ok := o.Backup.(block.IntactBackup); ok {
 		f.l.mu.Lock()
 		f.l.filled.reset()
 		f.l.mu.Unlock()
