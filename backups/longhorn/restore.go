@@ -15,6 +15,7 @@ import (
 const (
 	restoreMemory = 128 << 20 // bytes; a block needs room for its object and for its bytes
 	mostReaders   = 16
+	damagedLimit  = 1 << 20 // chunks that a restore lists
 )
 
 // restore is one restore of an open backup.
@@ -36,9 +37,11 @@ func (o *Opened) Restore(ctx context.Context, sink block.Sink) error {
 // RestoreIntact implements block.IntactBackup.
 func (o *Opened) RestoreIntact(ctx context.Context, sink block.Sink, skip func(chunk int64) bool) ([]int64, error) {
 	r := &restore{o: o, sink: sink, skip: skip, intact: true}
-	err := r.run(ctx)
+	if err := r.run(ctx); err != nil {
+		return nil, err
+	}
 	slices.Sort(r.damaged)
-	return r.damaged, err
+	return r.damaged, nil
 }
 
 // run reads several blocks at once.
@@ -114,6 +117,9 @@ func (r *restore) part(ctx context.Context, off int64, buffer []byte) (err error
 		defer r.mu.Unlock()
 		for c := off / block.ChunkSize; c*block.ChunkSize < off+int64(len(buffer)); c++ {
 			r.damaged = append(r.damaged, c)
+		}
+		if len(r.damaged) > damagedLimit {
+			return api.Errorf(api.Corrupt, "%s: has more than %d damaged chunks: %w", o.object, damagedLimit, err)
 		}
 		return nil
 	case api.Is(err, api.Corrupt):

@@ -13,6 +13,7 @@ import (
 func TestBackupWithoutDigestsContinues(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, newStore(8*chunk+512))
+	w.damaged[2] = true
 	w.set.Remove(w.disk.UID(), w.uid())
 	w.l = w.set.Add(w.disk, w.uid(), func(ctx context.Context) (block.Backup, error) {
 		b, err := w.open(ctx)
@@ -24,7 +25,7 @@ func TestBackupWithoutDigestsContinues(t *testing.T) {
 	if _, _, readable, err := w.l.Open(t.Context()); err != nil || readable {
 		t.Fatalf("readable: %v, %v", readable, err)
 	}
-	w.damaged[2], w.hold = true, make(chan struct{})
+	w.hold = make(chan struct{})
 	f, ended := w.l.Fill(true), make(chan error, 1)
 	go func() {
 		_, err := w.restore(f)
