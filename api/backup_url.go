@@ -6,6 +6,8 @@ import (
 )
 
 // BackupRef is a parsed URL of a backup.
+//
+// +kubebuilder:object:generate=false
 type BackupRef struct {
 	store                 string // of the target, without its options
 	volume, image, backup string // volume or image is empty
