@@ -19,6 +19,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/progress"
+	"drover.io/drover/driver/cli/restarts"
 )
 
 func (a *app) backupCommand() *cobra.Command {
@@ -122,32 +123,41 @@ func (f *backupFlags) newBackup(ctx context.Context, c client.Client, volume str
 	return b, nil
 }
 
-// createBackup creates a Backup. A name of the command itself gets a number if the name is taken. An interrupt may come
-// after the API server created the Backup.
-func createBackup(ctx context.Context, c client.Client, b *api.Backup, named bool) error {
-	name := b.Name
+// createBackup creates a backup. A name of the command itself gets a number if the name is taken. An interrupt may come
+// after the API server created the backup.
+func createBackup(ctx context.Context, c client.Client, b api.StoredBackup, named bool) error {
+	name := b.GetName()
 	err := c.Create(ctx, b)
 	for n := 2; !named && apierrors.IsAlreadyExists(err); n++ {
-		b.Name = fmt.Sprintf("%s-%d", name, n)
+		b.SetName(fmt.Sprintf("%s-%d", name, n))
 		err = c.Create(ctx, b)
 	}
 	switch {
 	case err == nil:
 		return nil
 	case apierrors.IsAlreadyExists(err):
-		return api.Errorf(api.Exists, "backup %q exists already: see `drover backup show %s`", name, name)
+		show, _ := backupCommands(b)
+		return api.Errorf(api.Exists, "backup %q exists already: see `%s %s`", name, show, name)
 	case ctx.Err() != nil:
 		return explainBackupEnd(context.Cause(ctx), b, isCreated(ctx, c, b))
 	}
 	return explain(ctx, err)
 }
 
-// isCreated checks, after the end of ctx, whether a Backup that has not ended has the name of b.
-func isCreated(ctx context.Context, c client.Client, b *api.Backup) bool {
+// isCreated checks, after the end of ctx, whether a backup that has not ended has the name of b.
+func isCreated(ctx context.Context, c client.Client, b api.StoredBackup) bool {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Second)
 	defer cancel()
-	var have api.Backup
-	return c.Get(ctx, client.ObjectKey{Name: b.Name}, &have) == nil && !have.Ended() && have.Spec.Volume == b.Spec.Volume
+	have := b.DeepCopyObject().(api.StoredBackup)
+	return c.Get(ctx, client.ObjectKeyFromObject(b), have) == nil && !have.Ended() && have.Subject() == b.Subject()
+}
+
+// backupCommands are the commands that show and delete a backup.
+func backupCommands(b api.StoredBackup) (show, end string) {
+	if _, is := b.(*api.BackupBackingImage); is {
+		return "drover backup images", "drover backup delete --image"
+	}
+	return "drover backup show", "drover backup delete"
 }
 
 // explainBackupEnd tells the user of a command that ends early whether the backup continues.
@@ -155,10 +165,7 @@ func explainBackupEnd(err error, b api.StoredBackup, continues bool) error {
 	if !continues || !errors.Is(err, errTimeout) && !errors.Is(err, context.Canceled) {
 		return err
 	}
-	show, end := "drover backup show", "drover backup delete"
-	if _, is := b.(*api.BackupBackingImage); is {
-		show, end = "drover backup images", "drover backup delete --image"
-	}
+	show, end := backupCommands(b)
 	return fmt.Errorf("%w: backup %[2]q continues%[3]s: follow it with `%[4]s %[2]s`, end it with `%[5]s %[2]s`", err,
 		b.GetName(), colon(b.Common().Message), show, end)
 }
@@ -171,7 +178,7 @@ func awaitBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b 
 	remark := remarkOn(p, "backup", name)
 	gone := api.Errorf(api.NotFound, "backup %q was deleted meanwhile", name)
 	last := b
-	err := throughRestarts(ctx, p, func() error {
+	err := restarts.Through(ctx, p.Show, func() error {
 		_, err := awaitObject(ctx, c, name, gone, func(now T) (bool, error) {
 			if now.GetUID() != uid || now.GetDeletionTimestamp() != nil {
 				return true, gone

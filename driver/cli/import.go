@@ -2,28 +2,24 @@ package cli
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
 	"maps"
-	"net/url"
-	"os"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
-	"drover.io/drover/driver/cli/localfile"
-	"drover.io/drover/driver/cli/machine"
+	"drover.io/drover/driver/cli/origin"
 	"drover.io/drover/driver/cli/progress"
+	"drover.io/drover/driver/cli/restarts"
 	"drover.io/drover/driver/cli/upload"
 )
 
@@ -41,14 +37,23 @@ func (f *imageFlags) addFlags(c *cobra.Command, canWait bool) {
 	f.addSharedFlags(c)
 	if canWait {
 		c.Flags().BoolVar(&f.background, "background", false, "return at once; follow with drover image show")
-		c.Flags().StringVar(&f.secret, "secret", "", "Secret with credentials of the server: [NAMESPACE/]NAME")
-		c.Flags().BoolVar(&f.plainHTTP, "plain-http", false, "a registry may be used without TLS")
+		f.addServer(c)
 	}
+}
+
+// addServer adds the flags for origins on servers.
+func (f *imageFlags) addServer(c *cobra.Command) {
+	c.Flags().StringVar(&f.secret, "secret", "", "Secret with credentials of the server: [NAMESPACE/]NAME")
+	c.Flags().BoolVar(&f.plainHTTP, "plain-http", false, "a registry may be used without TLS")
+}
+
+func (f *imageFlags) addChecksum(c *cobra.Command) {
+	c.Flags().StringVar(&f.checksum, "checksum", "", "expected SHA-512 of the source's bytes, 128 hex digits")
 }
 
 // addSharedFlags adds the flags that also apply to a clone.
 func (f *imageFlags) addSharedFlags(c *cobra.Command) {
-	c.Flags().StringVar(&f.checksum, "checksum", "", "expected SHA-512 of the source's bytes, 128 hex digits")
+	f.addChecksum(c)
 	c.Flags().Int32Var(&f.copies, "min-copies", 1, "number of disks that shall hold the image at least")
 	c.Flags().StringVar(&f.nodes, "node-selector", "", "only nodes with these tags: a,b")
 	c.Flags().StringVar(&f.disks, "disk-selector", "", "only disks with these tags: a,b")
@@ -57,7 +62,7 @@ func (f *imageFlags) addSharedFlags(c *cobra.Command) {
 func (f *imageFlags) newImage(source string, st api.SourceType, params map[string]string) (*api.BackingImage, error) {
 	name := f.name
 	if name == "" {
-		name = nameFrom(source)
+		name = origin.NameFrom(source)
 	}
 	if err := api.ValidateImageName(name); err != nil {
 		return nil, fmt.Errorf("%w; choose one with --name", err)
@@ -97,55 +102,12 @@ func (a *app) imageImport() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			source := left[0]
-			if rest, ok := strings.CutPrefix(source, api.RegistryScheme); ok {
-				params := map[string]string{"url": source}
-				if f.plainHTTP {
-					params["plainHTTP"] = "true"
-				}
-				img, err := f.newImage(repositoryName(rest), api.SourceRegistry, params)
-				if err != nil {
-					return err
-				}
-				return a.makeImage(ctx, cmd, c, img, nil, f.background)
-			}
-			if f.plainHTTP {
-				return usagef("--plain-http is for images of a registry (%s...)", api.RegistryScheme)
-			}
-			if u, err := url.Parse(source); err == nil && u.Host != "" {
-				if u.Scheme != "http" && u.Scheme != "https" {
-					return usagef("%s: images are fetched by http, https or docker, not %q", source, u.Scheme)
-				}
-				img, err := f.newImage(u.Path, api.SourceDownload, map[string]string{"url": source})
-				if err != nil {
-					return err
-				}
-				return a.makeImage(ctx, cmd, c, img, nil, f.background)
-			}
-			if strings.Contains(source, "://") {
-				return usagef("%s is no address that images are fetched from: write http://HOST/..., https://HOST/..., "+
-					"docker://HOST/..., or the path of a file", source)
-			}
-			if f.secret != "" {
-				return usagef("--secret is for images of a server: a file needs none")
-			}
-			file, err := localfile.OpenImage(source)
-			if err != nil {
-				return err
-			}
-			defer file.Close()
-			local, err := machine.IsOnlyNode(ctx, c)
+			from, err := origin.Find(ctx, c, left[0], origin.Options{PlainHTTP: f.plainHTTP, Secret: f.secret != ""})
 			if err != nil {
 				return explain(ctx, err)
 			}
-			if !local {
-				return a.uploadImage(ctx, cmd, c, &f, file)
-			}
-			img, err := f.newImage(source, api.SourceFile, map[string]string{"path": file.Name()})
-			if err != nil {
-				return err
-			}
-			return a.makeImage(ctx, cmd, c, img, nil, f.background)
+			defer from.Close()
+			return a.importImage(ctx, cmd, c, &f, from)
 		},
 	}
 	f.addFlags(c, true)
@@ -186,14 +148,6 @@ func (a *app) imageClone() *cobra.Command {
 	return c
 }
 
-// repositoryName returns the name of an image in a registry, without host, tag and digest.
-func repositoryName(ref string) string {
-	ref, _, _ = strings.Cut(ref, "@")
-	ref = ref[strings.LastIndex(ref, "/")+1:]
-	ref, _, _ = strings.Cut(ref, ":")
-	return ref
-}
-
 func (a *app) imageUpload() *cobra.Command {
 	var f imageFlags
 	c := &cobra.Command{
@@ -206,36 +160,42 @@ func (a *app) imageUpload() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			file, err := localfile.OpenImage(left[0])
+			from, err := origin.Upload(left[0])
 			if err != nil {
 				return err
 			}
-			defer file.Close()
-			return a.uploadImage(ctx, cmd, c, &f, file)
+			defer from.Close()
+			return a.importImage(ctx, cmd, c, &f, from)
 		},
 	}
 	f.addFlags(c, false)
 	return c
 }
 
-func (a *app) uploadImage(ctx context.Context, cmd *cobra.Command, c client.WithWatch, f *imageFlags,
-	file *os.File) error {
-	st, err := file.Stat()
+// importImage makes the image of an origin, and sends a file that no node can read itself.
+func (a *app) importImage(ctx context.Context, cmd *cobra.Command, c client.WithWatch, f *imageFlags,
+	from *origin.Origin) error {
+	img, err := f.newImage(from.Name, from.Type, from.Parameters)
 	if err != nil {
 		return err
 	}
-	img, err := f.newImage(file.Name(), api.SourceUpload, map[string]string{"size": strconv.FormatInt(st.Size(), 10)})
+	body, err := uploadOf(from, a.loadConfig)
 	if err != nil {
 		return err
 	}
-	if f.background {
+	if body != nil && f.background {
 		return usagef("an upload cannot run in the background: this command sends the bytes")
 	}
-	server, err := a.loadConfig()
-	if err != nil {
-		return err
+	return a.makeImage(ctx, cmd, c, img, body, f.background)
+}
+
+// uploadOf is the file that the command has to send; nil: a node reads the bytes of the origin itself.
+func uploadOf(from *origin.Origin, loadConfig func() (*rest.Config, error)) (*upload.File, error) {
+	if from.Type != api.SourceUpload {
+		return nil, nil
 	}
-	return a.makeImage(ctx, cmd, c, img, &upload.File{File: file, Server: server}, false)
+	server, err := loadConfig()
+	return &upload.File{File: from.File, Server: server}, err
 }
 
 // makeImage creates the image, or joins an equal image, and waits until the image is ready.
@@ -340,7 +300,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 	last := img
 	g.Go(func() error {
 		gone := api.Errorf(api.NotFound, "image %q was deleted while it was being made", name)
-		return throughRestarts(gctx, p, func() error {
+		return restarts.Through(gctx, p.Show, func() error {
 			_, err := awaitObject(gctx, c, name, gone, func(i *api.BackingImage) (bool, error) {
 				mu.Lock()
 				last = i
@@ -384,7 +344,7 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 			}
 			return false, nil
 		}
-		return throughRestarts(gctx, p, func() error {
+		return restarts.Through(gctx, p.Show, func() error {
 			return explain(gctx, await.Each(gctx, c, &api.ImageCopyList{}, see,
 				client.MatchingLabels{api.LabelImage: api.LabelValue(name)}))
 		})
@@ -400,45 +360,4 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 	}
 	return last, explainTimeout(err, "image %q is %s%s; the import continues, see `drover image show %s`", name,
 		last.Status.State, colon(last.Status.Message), name)
-}
-
-// restartTime bounds the silence of an API server that answered before; restartPause is the time between two attempts.
-const (
-	restartTime  = 2 * time.Minute
-	restartPause = 250 * time.Millisecond
-)
-
-// throughRestarts retries do while the API server is unreachable, because reconcilers continue without the API server
-// and after its restart.
-func throughRestarts(ctx context.Context, p *progress.Bar, do func() error) error {
-	for since := time.Now(); ; {
-		began := time.Now()
-		err := do()
-		if !isUnanswered(err) {
-			return err
-		}
-		if time.Since(began) > 5*time.Second {
-			since = time.Now() // the server answered until the end of the call
-		}
-		if time.Since(since) > restartTime {
-			return err
-		}
-		p.Show("waiting for the API server", 0, 0)
-		t := time.NewTimer(restartPause)
-		select {
-		case <-t.C:
-		case <-ctx.Done():
-			t.Stop()
-			return context.Cause(ctx)
-		}
-	}
-}
-
-// isUnanswered reports that the API server did not answer, or is still starting. A server with a wrong certificate
-// answered.
-func isUnanswered(err error) bool {
-	var none noAnswer
-	var certificate *tls.CertificateVerificationError
-	return errors.As(err, &none) && !errors.As(err, &certificate) || isUnserved(err) ||
-		apierrors.IsServiceUnavailable(err) || apierrors.IsTooManyRequests(err)
 }

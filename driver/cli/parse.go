@@ -1,8 +1,6 @@
 package cli
 
 import (
-	"path"
-	"regexp"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -43,26 +41,6 @@ func checkName(noun, name string) error {
 			"beginning and ending with a letter or digit", name, noun)
 	}
 	return nil
-}
-
-var notInNames = regexp.MustCompile(`[^a-z0-9.-]+`)
-
-// nameFrom derives an image's name from the last part of a path or URL: "…/Debian_12.qcow2.xz" becomes debian-12.
-func nameFrom(source string) string {
-	base := strings.ToLower(path.Base(strings.SplitN(strings.SplitN(source, "?", 2)[0], "#", 2)[0]))
-	for {
-		cut := base
-		for _, ext := range []string{".qcow2", ".img", ".raw", ".qcow", ".vmdk", ".vhd", ".vhdx", ".gz", ".xz",
-			".zst"} {
-			cut = strings.TrimSuffix(cut, ext)
-		}
-		if cut == base {
-			break
-		}
-		base = cut
-	}
-	base = notInNames.ReplaceAllString(base, "-")
-	return api.LabelValue(strings.Trim(base, "-."))
 }
 
 func parseTags(s string) []string {

@@ -11,7 +11,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/driver/cli/localfile"
 )
 
 // secretNamespace is the namespace of Secrets without one.
@@ -30,52 +29,6 @@ func parseSecret(s string) (*api.SecretRef, error) {
 		return nil, usagef("--secret %s: write NAME, or NAMESPACE/NAME", s)
 	}
 	return ref, nil
-}
-
-// readValues reads the files that the flags name, as the content of a Secret; no file is nil. Errors name files, lines
-// and keys, and never print a value.
-func (f *targetFlags) readValues() (map[string][]byte, error) {
-	if f.password == "" && f.credentials == "" {
-		return nil, nil
-	}
-	if f.secret != "" {
-		return nil, usagef("--secret names a Secret, --password-file and --credentials-file make one: leave one of them out")
-	}
-	values := map[string][]byte{}
-	if f.credentials != "" {
-		text, err := localfile.ReadSecret(f.credentials)
-		if err != nil {
-			return nil, err
-		}
-		if values, err = localfile.ParseCredentials(f.credentials, text); err != nil {
-			return nil, err
-		}
-	}
-	if f.password == "" {
-		return values, nil
-	}
-	for _, key := range []string{api.SecretBackupPassword,
-		api.SecretResticPassword} {
-		if _, has := values[key]; has {
-			return nil, usagef("--password-file: %s has %s already: leave one of the two passwords out", f.credentials, key)
-		}
-	}
-	text, err := localfile.ReadSecret(f.password)
-	if err != nil {
-		return nil, err
-	}
-	password := bytes.TrimSpace(text) // as restic does with the same file
-	switch {
-	case len(password) == 0:
-		return nil, usagef("--password-file %s: the file has no password", f.password)
-	case bytes.ContainsAny(password, "\r\n"):
-		return nil, usagef("--password-file %s: the file has several lines: a password is one line", f.password)
-	case string(password) == api.PublishedPassword:
-		return nil, usagef("--password-file %s: this password is published and keeps nothing secret: choose another, or "+
-			"leave --password-file out", f.password)
-	}
-	values[api.SecretBackupPassword] = password
-	return values, nil
 }
 
 // ensureSecret creates a Secret. ensureSecret never replaces a Secret: the password there may be the only copy.

@@ -10,6 +10,9 @@ import (
 	"testing"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"drover.io/drover/driver/cli/origin"
+	"drover.io/drover/driver/cli/restarts"
 )
 
 func TestNameFrom(t *testing.T) {
@@ -21,7 +24,7 @@ func TestNameFrom(t *testing.T) {
 		"https://a.example/appliance.vhdx.zst":           "appliance",
 		"...":                                            "",
 	} {
-		if got := nameFrom(in); got != want {
+		if got := origin.NameFrom(in); got != want {
 			t.Errorf("%s: %q, want %q", in, got, want)
 		}
 	}
@@ -50,7 +53,7 @@ func TestErrorsOfAConnectionAreRetried(t *testing.T) {
 		"refused": of(&net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}),
 		"starts":  apierrors.NewServiceUnavailable("not yet"),
 	} {
-		if got := explain(t.Context(), err); !isUnanswered(got) {
+		if got := explain(t.Context(), err); !restarts.IsUnanswered(got) {
 			t.Errorf("%s: %v ends the command", what, got)
 		}
 	}
@@ -58,7 +61,7 @@ func TestErrorsOfAConnectionAreRetried(t *testing.T) {
 		"refused":     apierrors.NewUnauthorized("no"),
 		"certificate": of(&tls.CertificateVerificationError{Err: errors.New("unknown authority")}),
 	} {
-		if got := explain(t.Context(), err); isUnanswered(got) {
+		if got := explain(t.Context(), err); restarts.IsUnanswered(got) {
 			t.Errorf("%s: the command waits after %v", what, got)
 		}
 	}

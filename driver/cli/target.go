@@ -20,6 +20,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/localfile"
 )
 
 func (a *app) targetCommand() *cobra.Command {
@@ -122,7 +123,10 @@ func (f *targetFlags) makeTarget(ctx context.Context, c client.Client, name, add
 	if err != nil {
 		return nil, err
 	}
-	values, err := f.readValues()
+	if f.secret != "" && f.password+f.credentials != "" {
+		return nil, usagef("--secret names a Secret, --password-file and --credentials-file make one: leave one of them out")
+	}
+	values, err := localfile.ReadValues(f.credentials, f.password)
 	if err != nil {
 		return nil, err
 	}

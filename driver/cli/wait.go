@@ -7,38 +7,26 @@ import (
 	"io"
 	"net"
 	"net/url"
-	"slices"
 	"strings"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/restarts"
 )
 
 // awaitObject watches the named object until done accepts the object. gone is the error for a deleted object.
 func awaitObject[T client.Object](ctx context.Context, c client.WithWatch, name string, gone error,
 	done func(T) (bool, error)) (T, error) {
 	obj, err := await.Until(ctx, c, name, done)
-	if apierrors.IsNotFound(err) && !isUnserved(err) {
+	if apierrors.IsNotFound(err) && !restarts.IsUnserved(err) {
 		return obj, gone
 	}
 	return obj, explain(ctx, err)
-}
-
-// isUnserved reports that the server does not know the kind, as right after the server's start.
-func isUnserved(err error) bool {
-	var s *apierrors.StatusError
-	return apierrors.IsNotFound(err) && errors.As(err, &s) && (s.ErrStatus.Details == nil ||
-		s.ErrStatus.Details.Name == "" ||
-		apierrors.IsUnexpectedServerError(err) ||
-		slices.ContainsFunc(s.ErrStatus.Details.Causes, func(c metav1.StatusCause) bool {
-			return c.Type == metav1.CauseTypeUnexpectedServerResponse
-		}))
 }
 
 // awaitGone waits until an object is deleted. why explains the wait, for a remark and for the message of a timeout.
@@ -87,12 +75,6 @@ func colon(s string) string {
 	return ": " + s
 }
 
-// noAnswer is the cause why a request got no answer. The connection's errors have no common type: HTTP/2 has some that
-// are only words.
-type noAnswer struct{ error }
-
-func (n noAnswer) Unwrap() error { return n.error }
-
 // explain turns an error of the client library into a sentence with advice, and adds a kind.
 func explain(ctx context.Context, err error) error {
 	if err == nil {
@@ -115,7 +97,7 @@ func explain(ctx context.Context, err error) error {
 			}
 			err = u.Err
 		}
-		return api.Errorf(api.Unavailable, "%s does not answer: is `drover serve` running there? (%w)", where, noAnswer{err})
+		return api.Errorf(api.Unavailable, "%s does not answer: is `drover serve` running there? (%w)", where, restarts.NoAnswer{Cause: err})
 	}
 	switch {
 	case apierrors.IsUnauthorized(err), apierrors.IsForbidden(err):

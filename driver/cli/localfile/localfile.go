@@ -3,6 +3,7 @@
 package localfile
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -114,6 +115,49 @@ func ParseCredentials(path string, text []byte) (map[string][]byte, error) {
 	if len(values) == 0 {
 		return nil, api.Errorf(api.Invalid, "--credentials-file %s: the file has no line KEY=VALUE", path)
 	}
+	return values, nil
+}
+
+// ReadValues reads a file of credentials and a file of a password, as the content of a Secret; no file is nil.
+func ReadValues(credentials, password string) (map[string][]byte, error) {
+	if password == "" && credentials == "" {
+		return nil, nil
+	}
+	values := map[string][]byte{}
+	if credentials != "" {
+		text, err := ReadSecret(credentials)
+		if err != nil {
+			return nil, err
+		}
+		if values, err = ParseCredentials(credentials, text); err != nil {
+			return nil, err
+		}
+	}
+	if password == "" {
+		return values, nil
+	}
+	for _, key := range []string{api.SecretBackupPassword, api.SecretResticPassword} {
+		if _, has := values[key]; has {
+			return nil, api.Errorf(api.Invalid, "--password-file: %s has %s already: leave one of the two passwords out",
+				credentials, key)
+		}
+	}
+	text, err := ReadSecret(password)
+	if err != nil {
+		return nil, err
+	}
+	line := bytes.TrimSpace(text) // as restic does with the same file
+	switch {
+	case len(line) == 0:
+		return nil, api.Errorf(api.Invalid, "--password-file %s: the file has no password", password)
+	case bytes.ContainsAny(line, "\r\n"):
+		return nil, api.Errorf(api.Invalid, "--password-file %s: the file has several lines: a password is one line",
+			password)
+	case string(line) == api.PublishedPassword:
+		return nil, api.Errorf(api.Invalid, "--password-file %s: this password is published and keeps nothing secret: choose "+
+			"another, or leave --password-file out", password)
+	}
+	values[api.SecretBackupPassword] = line
 	return values, nil
 }
 

@@ -157,8 +157,8 @@ func (s *Sender) awaitOffset(ctx context.Context, cause error) (gone bool, err e
 			return true, nil // the upload ended or continues at another address: the image's status decides
 		}
 		if s.tries >= sendTries {
-			return false, api.Errorf(api.Unavailable, "sending %s: %w (%d tries in a row); the same command continues at %s",
-				s.body.Name(), cause, s.tries, api.SizeText(s.off))
+			return false, api.Errorf(api.Unavailable, "sending %s: %w (%d tries in a row, %s were sent); try the same command "+
+				"again", s.body.Name(), cause, s.tries, api.SizeText(s.off))
 		}
 		t := time.NewTimer(min(sendPause<<s.tries, sendMost))
 		select {
