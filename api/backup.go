@@ -169,6 +169,8 @@ type StoredBackup interface {
 	Common() *CommonBackupStatus
 	// FoundSnapshot is the snapshot in the repository of a backup that was found in the store; empty: made here.
 	FoundSnapshot() string
+	// Origin is the name of the backup, of the same kind, that the backup is a copy of; empty: it is no copy.
+	Origin() string
 	// SourceDisk is the node that makes the backup, and the disk that it reads; empty: no source is chosen.
 	SourceDisk() (node string, disk UID)
 	// CutAt is the instant of the content; zero, older than all others: not known.
@@ -185,10 +187,7 @@ var (
 )
 
 // IsCopy reports whether a backup copies another target's backup.
-func IsCopy(b StoredBackup) bool {
-	o, is := b.(*Backup)
-	return is && o.Spec.CopyOf != ""
-}
+func IsCopy(b StoredBackup) bool { return b.Origin() != "" }
 
 func hasEnded(b StoredBackup) bool {
 	s := b.Common()
@@ -206,6 +205,9 @@ func (b *Backup) Subject() string { return "volume " + b.Spec.Volume }
 
 // Common implements StoredBackup.
 func (b *Backup) Common() *CommonBackupStatus { return &b.Status.CommonBackupStatus }
+
+// Origin implements StoredBackup.
+func (b *Backup) Origin() string { return b.Spec.CopyOf }
 
 // FoundSnapshot implements StoredBackup.
 func (b *Backup) FoundSnapshot() string { return b.Spec.SnapshotID }

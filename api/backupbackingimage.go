@@ -11,8 +11,8 @@ import (
 
 // BackupBackingImage is the content of a backing image in the store of a BackupTarget. Spec: written by the client that
 // wants the backup, by the controller role for the image of a volume that is backed up, or by the node role for a
-// backup found in a store; spec.source and an empty spec.digest by the controller role. Status: by the writers of a
-// Backup's status. Labels: LabelImage, LabelBackupTarget. Finalizer: Finalizer, removed when the store has no trace of
+// backup found in a store; spec.source and an empty spec.digest by the controller role; the copy of the image of a volume
+// whose backup is copied, by the node role. Status: by the writers of a Backup's status. Labels: LabelImage, LabelBackupTarget. Finalizer: Finalizer, removed when the store has no trace of
 // the backup. The backup outlives its image.
 //
 // +kubebuilder:object:root=true
@@ -39,6 +39,8 @@ type BackupBackingImage struct {
 // +kubebuilder:validation:XValidation:rule="self.backingImageName == oldSelf.backingImageName && self.backupTargetName == oldSelf.backupTargetName",message="a backup cannot change: delete it and make a new one"
 // +kubebuilder:validation:XValidation:rule="!has(oldSelf.digest) || size(oldSelf.digest) == 0 || has(self.digest) && self.digest == oldSelf.digest",message="digest cannot change once it is set"
 // +kubebuilder:validation:XValidation:rule="has(self.snapshotID) && size(self.snapshotID) > 0 ? has(oldSelf.snapshotID) && self.snapshotID == oldSelf.snapshotID : !has(oldSelf.snapshotID) || size(oldSelf.snapshotID) == 0",message="snapshotID cannot change"
+// +kubebuilder:validation:XValidation:rule="has(self.copyOf) && size(self.copyOf) > 0 ? has(oldSelf.copyOf) && self.copyOf == oldSelf.copyOf : !has(oldSelf.copyOf) || size(oldSelf.copyOf) == 0",message="copyOf cannot change"
+// +kubebuilder:validation:XValidation:rule="!has(self.copyOf) || size(self.copyOf) == 0 || !has(self.source) && (!has(self.snapshotID) || size(self.snapshotID) == 0)",message="a copy has neither a source nor a snapshot"
 // +kubebuilder:validation:XValidation:rule="has(self.labels) && size(self.labels) > 0 ? has(oldSelf.labels) && self.labels == oldSelf.labels : !has(oldSelf.labels) || size(oldSelf.labels) == 0",message="labels cannot change: the store has them already"
 type BackupBackingImageSpec struct {
 	// BackupTargetName is the BackupTarget of the backup.
@@ -59,6 +61,9 @@ type BackupBackingImageSpec struct {
 	// Labels are kept in the store with the backup.
 	// +kubebuilder:validation:MaxProperties=64
 	Labels map[string]string `json:"labels,omitempty"`
+	// CopyOf is a completed BackupBackingImage of the same image in another target, which the backup is a copy of.
+	// +kubebuilder:validation:MaxLength=128
+	CopyOf string `json:"copyOf,omitempty"`
 	// Source is the copy whose node makes the backup: written by the controller role.
 	Source *ImageSource `json:"source,omitempty"`
 	// SnapshotID is the backup's snapshot in the repository: the object stands for a backup that was found in the store.
@@ -86,6 +91,8 @@ type BackupBackingImageStatus struct {
 	Checksum string `json:"checksum,omitempty"`
 	Digest   string `json:"digest,omitempty"`
 	Size     int64  `json:"size,omitempty"` // of the disk inside the image, bytes
+	// RecordedImage is the image as the backup found it; nil: the image was deleted, or the record is too large.
+	RecordedImage *RecordedImage `json:"recordedImage,omitempty"`
 }
 
 // Ended implements StoredBackup.
@@ -101,6 +108,9 @@ func (b *BackupBackingImage) Subject() string { return "image " + b.Spec.Backing
 
 // Common implements StoredBackup.
 func (b *BackupBackingImage) Common() *CommonBackupStatus { return &b.Status.CommonBackupStatus }
+
+// Origin implements StoredBackup.
+func (b *BackupBackingImage) Origin() string { return b.Spec.CopyOf }
 
 // FoundSnapshot implements StoredBackup.
 func (b *BackupBackingImage) FoundSnapshot() string { return b.Spec.SnapshotID }

@@ -39,7 +39,7 @@ type RecordedVolume struct {
 	DiskSelector                []string `json:"diskSelector,omitempty"`
 }
 
-// recordLimit bounds the JSON of a RecordedVolume, in bytes: a target may have 20,000 Backups.
+// recordLimit bounds the JSON of a record, in bytes: a target may have 20,000 Backups.
 const recordLimit = 16 << 10
 
 // RecordVolume returns what a backup tells of v.
@@ -78,26 +78,37 @@ func (r *RecordedVolume) Encode() string {
 	if r == nil {
 		return ""
 	}
-	text, err := json.Marshal(r)
+	return encodeRecord(r)
+}
+
+// ParseRecordedVolume reads the JSON of a store, where everybody with the password writes; nil: no Drover wrote the
+// JSON. The values are compared with the rules of a Volume when a volume takes them over.
+func ParseRecordedVolume(text string) *RecordedVolume {
+	return parseRecord(text, func(r *RecordedVolume) { r.Labels = portableLabels(r.Labels) })
+}
+
+// encodeRecord is the JSON of a record; empty: it is larger than a store keeps.
+func encodeRecord(record any) string {
+	text, err := json.Marshal(record)
 	if err != nil || len(text) > recordLimit {
 		return ""
 	}
 	return string(text)
 }
 
-// ParseRecordedVolume reads the JSON of a store, where everybody with the password writes; nil: no Drover wrote the
-// JSON. The values are compared with the rules of a Volume when a volume takes them over.
-func ParseRecordedVolume(text string) (r *RecordedVolume) {
-	for range 2 { // the second time, all that Encode leaves out is gone
+// parseRecord reads the JSON of encodeRecord, and cleans the record of values that no Drover writes; nil: no Drover
+// wrote the JSON.
+func parseRecord[T any](text string, clean func(*T)) (r *T) {
+	for range 2 { // the second time, all that encodeRecord leaves out is gone
 		if text == "" || len(text) > recordLimit {
 			return nil
 		}
-		r = &RecordedVolume{}
+		r = new(T)
 		if json.Unmarshal([]byte(text), r) != nil {
 			return nil
 		}
-		r.Labels = portableLabels(r.Labels)
-		text = r.Encode()
+		clean(r)
+		text = encodeRecord(r)
 	}
 	return r
 }

@@ -7,11 +7,11 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// RestoreStatus is about a volume that begins with the content of a backup.
+// RestoreStatus is about a volume that begins with the content of a backup or of an imported file.
 type RestoreStatus struct {
 	// State is completed when every replica has all data; failed: the message says why, and the restore is tried again.
 	State CloneState `json:"state,omitempty"`
-	// Backup is the name of the backup in its target.
+	// Backup is the name of the backup in its target; empty: the volume is imported.
 	Backup string `json:"backup,omitempty"`
 	// Message says why the restore failed or waits; or of a completed one, which chunks of the backup are zeros.
 	Message  string `json:"message,omitempty"`
@@ -20,8 +20,8 @@ type RestoreStatus struct {
 	BackingImage string `json:"backingImage,omitempty"`
 }
 
-// LabelHidden is on a BackingImage that Drover made for the volume of a backup, and deletes itself, and on the image's
-// copies; value: the name of the volume. Lists of images leave it out.
+// LabelHidden is on a BackingImage that Drover made for the volume of a backup or of an import, and deletes itself, and
+// on the image's copies; value: the name of the volume. Lists of images leave it out.
 const LabelHidden = "drover.io/restored-volume"
 
 // LabelBackupMount is on the Volume that `drover backup mount` made to show the files of a backup, and on its replicas;
@@ -47,11 +47,14 @@ func promisedSize(o metav1.Object, size int64) int64 {
 // restoreImagePrefix begins the names of hidden images.
 const restoreImagePrefix = "restore-"
 
-// RestoreImage names the hidden image of a volume that begins with a backup; empty: the volume does not, has no UID yet,
-// or is a standby volume that holds no backup.
+// UsesHiddenImage reports whether a hidden image brings the content that the volume begins with.
+func (v *Volume) UsesHiddenImage() bool { return v.Spec.FromBackup != "" || v.Spec.ImportFrom != nil }
+
+// RestoreImage names the hidden image of a volume; empty: the volume uses none, has no UID yet, or is a standby volume
+// that holds no backup.
 func (v *Volume) RestoreImage() string {
 	switch st := v.Status.Standby; {
-	case v.Spec.FromBackup == "" || v.Status.UID == "":
+	case !v.UsesHiddenImage() || v.Status.UID == "":
 		return ""
 	case st != nil && st.Held != nil:
 		return st.Held.BackingImage
@@ -69,7 +72,7 @@ func (v *Volume) BaseImage() string {
 	return v.Spec.BackingImage
 }
 
-// IsHidden reports whether Drover made the image for a volume of a backup.
+// IsHidden reports whether Drover made the image for a volume of a backup or of an import.
 func (i *BackingImage) IsHidden() bool { return i.Labels[LabelHidden] != "" }
 
 // backupScheme begins the handle of a backup in CSI: bak://VOLUME/BACKUP, as Longhorn's.

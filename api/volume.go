@@ -86,6 +86,8 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="(has(self.allowDamaged) && self.allowDamaged) == (has(oldSelf.allowDamaged) && oldSelf.allowDamaged)",message="allowDamaged cannot change"
 // +kubebuilder:validation:XValidation:rule="!has(self.allowDamaged) || !self.allowDamaged || has(self.fromBackup)",message="allowDamaged needs fromBackup"
 // +kubebuilder:validation:XValidation:rule="!has(self.fromBackup) || (!has(self.dataSource) || size(self.dataSource) == 0) && (!has(self.backingImage) || size(self.backingImage) == 0)",message="a volume begins with one of fromBackup, dataSource and backingImage"
+// +kubebuilder:validation:XValidation:rule="has(self.importFrom) == has(oldSelf.importFrom) && (!has(self.importFrom) || self.importFrom == oldSelf.importFrom)",message="importFrom cannot change"
+// +kubebuilder:validation:XValidation:rule="!has(self.importFrom) || !has(self.fromBackup) && (!has(self.dataSource) || size(self.dataSource) == 0) && (!has(self.backingImage) || size(self.backingImage) == 0)",message="a volume with importFrom begins with neither fromBackup nor dataSource nor backingImage"
 // +kubebuilder:validation:XValidation:rule="!has(self.standby) || !self.standby || has(self.fromBackup)",message="a standby volume follows fromBackup: set the URL of a volume's backups"
 // +kubebuilder:validation:XValidation:rule="!has(self.standby) || !self.standby || has(oldSelf.standby) && oldSelf.standby",message="a volume cannot become a standby volume after its creation: make another one"
 // +kubebuilder:validation:XValidation:rule="!has(self.dataLocality) || self.dataLocality != 'strict-local' || !has(self.numberOfReplicas) || self.numberOfReplicas == 1",message="a volume with dataLocality strict-local has one replica: set numberOfReplicas to 1, or choose best-effort"
@@ -116,6 +118,8 @@ type VolumeSpec struct {
 	// AllowDamaged begins the volume with zeros in place of chunks of the backup that its store damaged or lost;
 	// restoreStatus lists them. The volume can be used when the whole backup has been restored.
 	AllowDamaged bool `json:"allowDamaged,omitempty"`
+	// ImportFrom is the file of a disk that the volume begins with. The volume grows to the size of this disk.
+	ImportFrom *VolumeImport `json:"importFrom,omitempty"`
 	// Standby makes a volume without replicas, which holds the newest backup of a volume. False activates the volume.
 	Standby bool `json:"standby,omitempty"`
 	// RevertTo asks, once, to replace the content of the detached volume with the content of a snapshot.
@@ -171,6 +175,20 @@ type VolumeSpec struct {
 	Parameters map[string]string `json:"parameters,omitempty"`
 }
 
+// VolumeImport says where the file of a disk comes from, in the words of a BackingImageSpec.
+//
+// +kubebuilder:validation:XValidation:rule="self.sourceType in ['download', 'upload', 'file', 'registry']",message="a volume is imported with sourceType download, upload, file or registry"
+type VolumeImport struct {
+	SourceType SourceType `json:"sourceType"`
+	// +kubebuilder:validation:MaxProperties=8
+	// +kubebuilder:default={}
+	SourceParameters map[string]string `json:"sourceParameters"`
+	SecretRef        *SecretRef        `json:"secretRef,omitempty"`
+	// Checksum is the expected SHA-512 (128 hex digits) of the file's bytes, or empty.
+	// +kubebuilder:validation:Pattern=`^([0-9a-f]{128})?$`
+	Checksum string `json:"checksum,omitempty"`
+}
+
 // VolumeStatus is the fact.
 type VolumeStatus struct {
 	UID        UID         `json:"uid,omitempty"` // of the content; made by the controller before anything else
@@ -194,7 +212,7 @@ type VolumeStatus struct {
 	Members []string `json:"members,omitempty"`
 	// CloneStatus is set if the spec has a data source.
 	CloneStatus *CloneStatus `json:"cloneStatus,omitempty"`
-	// RestoreStatus is set if the spec has a backup.
+	// RestoreStatus is set if the spec has a backup or an import.
 	RestoreStatus *RestoreStatus `json:"restoreStatus,omitempty"`
 	// IsStandby is true from the first status of a standby volume until its activation has ended.
 	IsStandby bool `json:"isStandby,omitempty"`

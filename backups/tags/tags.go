@@ -57,6 +57,7 @@ type Facts struct {
 	ImageDigest     string              // api.BackingImage.ContentDigest
 	ImageChecksum   string              // SHA-512 of the image's source
 	Record          *api.RecordedVolume // nil: not known
+	ImageRecord     *api.RecordedImage  // of the image that the backup is of; nil: not known
 	Labels          map[string]string
 }
 
@@ -68,16 +69,16 @@ var labelKeys = strings.NewReplacer("%", "%25", "=", "%3D")
 
 // Tags are the tags from which Parse returns f. Labels beyond the bounds of Parse are left out.
 func (f Facts) Tags() []string {
-	kind := kindVolume
+	kind, record := kindVolume, f.Record.Encode()
 	if f.IsImage() {
-		kind = kindImage
+		kind, record = kindImage, f.ImageRecord.Encode()
 	}
 	tags := []string{droverTag, kindTag + "=" + kind}
 	for _, t := range [][2]string{{"volume", f.Volume}, {"uid", string(f.VolumeUID)}, {"backup", f.Backup},
 		{"object", string(f.Object)}, {"snapshot", f.Snapshot}, {"snapshot-uid", string(f.SnapshotUID)},
 		{"created", f.SnapshotCreated}, {"size", strconv.FormatInt(f.VolumeSize, 10)},
 		{"uploaded", strconv.FormatInt(f.Uploaded, 10)}, {"mode", f.Mode}, {"image", f.Image},
-		{"image-digest", f.ImageDigest}, {"image-checksum", f.ImageChecksum}, {"record", f.Record.Encode()}} {
+		{"image-digest", f.ImageDigest}, {"image-checksum", f.ImageChecksum}, {"record", record}} {
 		if t[1] != "" {
 			tags = append(tags, t[0]+"="+t[1])
 		}
@@ -119,7 +120,9 @@ func Parse(tags []string) (Facts, bool) {
 	f.Snapshot, f.SnapshotUID = values["snapshot"], api.UID(values["snapshot-uid"])
 	f.SnapshotCreated, f.Mode = values["created"], values["mode"]
 	f.ImageDigest, f.ImageChecksum = values["image-digest"], values["image-checksum"]
-	if !f.IsImage() {
+	if f.IsImage() {
+		f.ImageRecord = api.ParseRecordedImage(values["record"])
+	} else {
 		f.Record = api.ParseRecordedVolume(values["record"])
 	}
 	var sizeOK, uploadedOK bool
@@ -197,7 +200,7 @@ func (f Facts) ImageStatus(targetURL, snapshot string, ended, now time.Time) api
 	common := f.commonStatus(snapshot, ended, now)
 	common.URL = api.ImageBackupURL(targetURL, f.Backup, f.Image)
 	return api.BackupBackingImageStatus{CommonBackupStatus: common, BackingImage: f.Image, Checksum: f.ImageChecksum,
-		Digest: f.ImageDigest, Size: f.VolumeSize}
+		Digest: f.ImageDigest, Size: f.VolumeSize, RecordedImage: f.ImageRecord.DeepCopy()}
 }
 
 func (f Facts) commonStatus(snapshot string, ended, now time.Time) api.CommonBackupStatus {

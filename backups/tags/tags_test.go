@@ -21,6 +21,11 @@ func TestTagsKeepFacts(t *testing.T) {
 			f.Record = &api.RecordedVolume{StorageClassName: "<fast>", Claim: "db/data", Labels: map[string]string{"a/b": "c"},
 				NumberOfReplicas: 3, DataLocality: "best-effort", NodeSelector: []string{"ssd", "a,b=c"}}
 		},
+		"image": func(f *Facts) {
+			*f = Facts{Backup: "b", Image: "golden", Object: uid(1), ImageDigest: strings.Repeat("ab", 32),
+				ImageRecord: &api.RecordedImage{Labels: map[string]string{"a/b": "c"}, MinNumberOfCopies: 3,
+					NodeSelector: []string{"ssd"}, DiskSelector: []string{"a,b=c"}}}
+		},
 		"labels": func(f *Facts) {
 			f.Labels = map[string]string{"": "dropped", "=": "=", "%3D": "%", "long": strings.Repeat("x", labelValueLimit+1),
 				"drover.io/x": "ü", "bad": "\xff"}
@@ -101,6 +106,23 @@ func TestRecordsAreDistrusted(t *testing.T) {
 		facts, ok := Parse(append(factsOf("b").Tags(), "record="+c.text))
 		if !ok || !reflect.DeepEqual(facts.Record, c.want) {
 			t.Errorf("%s: %+v, %v", name, facts.Record, ok)
+		}
+	}
+}
+
+// TestImageRecordsAreDistrusted: neither do they ask for labels of this cluster, nor for any number of copies.
+func TestImageRecordsAreDistrusted(t *testing.T) {
+	image := Facts{Backup: "b", Image: "golden", Object: uid(1), ImageDigest: strings.Repeat("ab", 32)}
+	for text, want := range map[string]*api.RecordedImage{
+		`{"labels":`:                     nil,
+		`{"minNumberOfCopies":"x"}`:      nil,
+		`{"minNumberOfCopies":-1}`:       {},
+		`{"minNumberOfCopies":2000000}`:  {MinNumberOfCopies: 100},
+		`{"labels":{"drover.io/x":"y"}}`: {},
+	} {
+		facts, ok := Parse(append(image.Tags(), "record="+text))
+		if !ok || !reflect.DeepEqual(facts.ImageRecord, want) || facts.Record != nil {
+			t.Errorf("%s: %+v, %v", text, facts.ImageRecord, ok)
 		}
 	}
 }
