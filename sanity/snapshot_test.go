@@ -49,7 +49,8 @@ func TestSpaceAndCopyStories(t *testing.T) {
 		story{"a trim that removes snapshots", trimRemoves},
 		story{"full copies", fullCopies},
 		story{"data is killed while copies are made", copiesKilled},
-		story{"snapshots that are images", imageSnapshots})
+		story{"snapshots that are images", imageSnapshots},
+		story{"a file becomes a volume again", volumeImports})
 }
 
 func (w *world) snap(volume, name string) (string, error) {

@@ -20,7 +20,7 @@ func (a *app) volumeCommand() *cobra.Command {
 	c := groupCommand("volume", "Replicated block devices", "volumes", "vol")
 	c.AddCommand(a.volumeCreate(), a.volumeList(), a.volumeShow(), a.volumeAttach(), a.volumeDetach(), a.volumeMount(),
 		a.volumeUmount(), a.volumeExpand(), a.volumeScrub(), a.volumeTrim(), a.volumeSalvage(), a.volumeRetry(),
-		a.volumeActivate(), a.volumeExport(), a.volumeDelete())
+		a.volumeActivate(), a.volumeImport(), a.volumeExport(), a.volumeDelete())
 	return c
 }
 
@@ -108,11 +108,8 @@ func (a *app) volumeCreate() *cobra.Command {
 func (a *app) makeVolume(ctx context.Context, cmd *cobra.Command, c client.WithWatch, f *volumeFlags,
 	began time.Time) error {
 	v := &f.volume
-	if err := c.Create(ctx, v); err != nil {
-		if apierrors.IsAlreadyExists(err) {
-			return api.Errorf(api.Exists, "volume %q exists already: see `drover volume show %s`", v.Name, v.Name)
-		}
-		return explain(ctx, err)
+	if err := createVolume(ctx, c, v); err != nil {
+		return err
 	}
 	vol, err := awaitVolume(ctx, c, v.Name, cmd.ErrOrStderr(), func(v *api.Volume) bool {
 		return v.Status.State != "" && v.Status.State != api.VolumeCreating
@@ -120,21 +117,34 @@ func (a *app) makeVolume(ctx context.Context, cmd *cobra.Command, c client.WithW
 	if err != nil {
 		return err
 	}
-	return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
-		from := ""
-		switch {
-		case vol.Spec.DataSource != "":
-			from = " from " + vol.Spec.DataSource
-		case vol.Spec.BackingImage != "":
-			from = fmt.Sprintf(" from image %q", vol.Spec.BackingImage)
-		case vol.Spec.Standby:
-			from = fmt.Sprintf(", follows the backups of volume %q", api.VolumeOfURL(vol.Spec.FromBackup))
-		case vol.Spec.FromBackup != "":
-			from = fmt.Sprintf(" from backup %q", api.BackupOfURL(vol.Spec.FromBackup))
-		}
-		fmt.Fprintf(w, "volume %q created: %s%s, in %s\n", vol.Name, api.SizeText(vol.Spec.Size), from,
-			seconds(time.Since(began)))
-	})
+	return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) { describeCreated(w, vol, began) })
+}
+
+func createVolume(ctx context.Context, c client.Client, v *api.Volume) error {
+	err := c.Create(ctx, v)
+	if apierrors.IsAlreadyExists(err) {
+		return api.Errorf(api.Exists, "volume %q exists already: see `drover volume show %s`", v.Name, v.Name)
+	}
+	return explain(ctx, err)
+}
+
+// describeCreated prints the result of a command that made a volume.
+func describeCreated(w io.Writer, vol *api.Volume, began time.Time) {
+	from := ""
+	switch {
+	case vol.Spec.DataSource != "":
+		from = " from " + vol.Spec.DataSource
+	case vol.Spec.BackingImage != "":
+		from = fmt.Sprintf(" from image %q", vol.Spec.BackingImage)
+	case vol.Spec.Standby:
+		from = fmt.Sprintf(", follows the backups of volume %q", api.VolumeOfURL(vol.Spec.FromBackup))
+	case vol.Spec.FromBackup != "":
+		from = fmt.Sprintf(" from backup %q", api.BackupOfURL(vol.Spec.FromBackup))
+	case vol.Spec.ImportFrom != nil:
+		from = ", imported"
+	}
+	fmt.Fprintf(w, "volume %q created: %s%s, in %s\n", vol.Name, api.SizeText(vol.Spec.Size), from,
+		seconds(time.Since(began)))
 }
 
 // setSource makes the content of a volume or a snapshot the source of a new volume.
@@ -219,7 +229,7 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 		if c := v.Status.CloneStatus; c != nil && c.State == api.CloneInitiated && c.Progress > 0 {
 			why = fmt.Sprintf("%d %% are copied", c.Progress/10*10)
 		}
-		if r := v.Status.RestoreStatus; r != nil && v.Labels[api.LabelBackupMount] == "" &&
+		if r := v.Status.RestoreStatus; r != nil && r.Backup != "" && v.Labels[api.LabelBackupMount] == "" &&
 			r.State == api.CloneInitiated && r.Message == "" && r.Progress < 100 {
 			why = fmt.Sprintf("%d %% of backup %q are restored", r.Progress/10*10, r.Backup)
 		}
@@ -421,6 +431,9 @@ func sourceText(v *api.Volume) string {
 	}
 	if r := v.Status.RestoreStatus; r != nil {
 		text := fmt.Sprintf("backup %s (%s", r.Backup, r.State)
+		if v.Spec.ImportFrom != nil {
+			text = fmt.Sprintf("imported file (%s", r.State)
+		}
 		if r.State != api.CloneCompleted {
 			text += fmt.Sprintf(", %d %%", r.Progress)
 		}

@@ -86,7 +86,7 @@ func (p *volumeReconciler) findSource(ctx context.Context, v *api.Volume) (_ *cl
 	if err := src.RefuseStandby(); err != nil {
 		return nil, err
 	}
-	if src.Spec.FromBackup != "" { // a snapshot of a volume without members would let the clone stall
+	if src.UsesHiddenImage() { // a snapshot of a volume without members would let the clone stall
 		if _, err := p.restoredReplicas(ctx, &src); err != nil {
 			return nil, err
 		}

@@ -199,11 +199,11 @@ func (p *volumeReconciler) giveUpReplica(ctx context.Context, v *api.Volume, r *
 func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api.BackingImage, error) {
 	name := v.Spec.BackingImage
 	var img api.BackingImage
-	if v.Spec.FromBackup != "" {
+	if v.UsesHiddenImage() {
 		if alone, err := p.restoreImage(ctx, v, &img); alone || err != nil {
 			return nil, err
 		}
-		name = fmt.Sprintf("%s of backup %s", img.Name, v.Status.RestoreStatus.Backup)
+		name = fmt.Sprintf("%s of %s", img.Name, contentOf(v))
 	} else if name == "" {
 		return nil, nil
 	} else if err := p.client.Get(ctx, types.NamespacedName{Name: name}, &img); apierrors.IsNotFound(err) {
@@ -214,7 +214,7 @@ func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api
 		return nil, err
 	}
 	switch {
-	case v.Spec.FromBackup == "" && !api.HoldsImage(v, &img): // else the deletion waits for this volume
+	case !v.UsesHiddenImage() && !api.HoldsImage(v, &img): // else the deletion waits for this volume
 		err := api.Errorf(api.OutOfRange, "backing image %s was being deleted when the volume was made: delete the volume, "+
 			"or import the image again once it is gone", name)
 		setCondition(v, api.ConditionImage, false, "Deleting", err.Error())
@@ -223,7 +223,7 @@ func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api
 		err := api.Errorf(api.Unavailable, "backing image %s is being prepared", name)
 		setCondition(v, api.ConditionImage, false, "Pending", err.Error())
 		return nil, err
-	case img.Status.VirtualSize > v.Spec.Size:
+	case img.Status.VirtualSize > v.Spec.Size && v.Spec.ImportFrom == nil:
 		err := api.Errorf(api.OutOfRange, "the volume's %s are less than the %s of backing image %s: expand the volume",
 			api.SizeText(v.Spec.Size), api.SizeText(img.Status.VirtualSize), name)
 		if setCondition(v, api.ConditionImage, false, "Incompatible", err.Error()) {
@@ -241,6 +241,9 @@ func (p *volumeReconciler) usableImage(ctx context.Context, v *api.Volume) (*api
 		return nil, err
 	}
 	setCondition(v, api.ConditionImage, true, "Ready", "")
+	if err := growImported(ctx, p.client, v, &img); err != nil {
+		return nil, err
+	}
 	return &img, nil
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -14,15 +15,16 @@ import (
 )
 
 // A volume of a backup begins on a hidden backing image of source restore, which brings the backup's data to one disk
-// and from there to the disks of the volume's replicas, as any image does. When each replica has the image's layer on
+// and from there to the disks of the volume's replicas, as any image does. So does an imported volume, whose hidden
+// image has the source of the import. When each replica has the image's layer on
 // its own disk, the planner takes the image out of the Replicas and deletes the image: the layer stays, because the
 // stacks of the replicas name the layer, and no other volume ever stands on the image. A clone of the volume starts
 // from a replica that has the layer, and shares the layer as it shares layers of snapshots.
 
 // errRestoring is in errors of clones whose source still lacks data of its backup.
-var errRestoring = errors.New("still being restored from its backup")
+var errRestoring = errors.New("still being restored from its backup, or imported")
 
-// restoreImage reads the hidden image of a volume of a backup, and makes a missing image for a volume without replicas.
+// restoreImage reads the hidden image of a volume, and makes a missing image for a volume without replicas.
 // alone: new replicas stand on no image.
 func (p *volumeReconciler) restoreImage(ctx context.Context, v *api.Volume, img *api.BackingImage) (
 	alone bool, _ error) {
@@ -50,12 +52,20 @@ func (p *volumeReconciler) restoreImage(ctx context.Context, v *api.Volume, img 
 	case img.DeletionTimestamp != nil:
 		err = api.Errorf(api.Unavailable, "backing image %s was deleted, and is made again when it is gone", img.Name)
 	case img.Spec.SourceParameters[api.RestoreBackupURL] != v.RestoredURL():
-		err = api.Errorf(api.Unavailable, "backing image %s is not of backup %s: delete the image", img.Name, st.Backup)
+		err = api.Errorf(api.Unavailable, "backing image %s is not of %s: delete the image", img.Name, contentOf(v))
 	}
 	if err != nil {
 		st.State, st.Message = api.CloneFailed, err.Error()
 	}
 	return false, err
+}
+
+// contentOf names the content that a hidden image brings.
+func contentOf(v *api.Volume) string {
+	if v.Spec.ImportFrom != nil {
+		return "the imported file"
+	}
+	return "backup " + api.BackupOfURL(v.RestoredURL())
 }
 
 func beginRestore(v *api.Volume) *api.RestoreStatus {
@@ -65,10 +75,10 @@ func beginRestore(v *api.Volume) *api.RestoreStatus {
 
 // createRestoreImage makes the hidden image of a volume, with its first copy on the node for the first replica.
 func (p *volumeReconciler) createRestoreImage(ctx context.Context, v *api.Volume, img *api.BackingImage) error {
-	if err := api.ValidateBackupURL(v.RestoredURL()); err != nil {
+	if err := validateContent(v); err != nil {
 		st := v.Status.RestoreStatus
 		st.State, st.Message = api.CloneFailed, err.Error()
-		return api.Errorf(api.Unsupported, "fromBackup: %w", err)
+		return api.Errorf(api.Unsupported, "%w", err)
 	}
 	node, err := firstNode(ctx, p, v)
 	if err != nil {
@@ -78,7 +88,26 @@ func (p *volumeReconciler) createRestoreImage(ctx context.Context, v *api.Volume
 	if err := p.client.Create(ctx, img); err != nil {
 		return fmt.Errorf("backing image %s: %w", img.Name, err)
 	}
+	if v.Spec.ImportFrom != nil {
+		p.events.Eventf(v, img, "Normal", "ImportBegins", "Import", "a file is imported (%s)", v.Spec.ImportFrom.SourceType)
+		return nil
+	}
 	p.events.Eventf(v, img, "Normal", "RestoreBegins", "Restore", "backup %s is restored", v.Status.RestoreStatus.Backup)
+	return nil
+}
+
+// validateContent refuses a content that no hidden image can bring.
+func validateContent(v *api.Volume) error {
+	if v.Spec.ImportFrom != nil {
+		spec := newHiddenImage(v, v.RestoreImage(), "", "").Spec
+		if err := spec.Validate(); err != nil {
+			return fmt.Errorf("importFrom: %w", err)
+		}
+		return nil
+	}
+	if err := api.ValidateBackupURL(v.RestoredURL()); err != nil {
+		return fmt.Errorf("fromBackup: %w", err)
+	}
 	return nil
 }
 
@@ -96,22 +125,51 @@ func firstNode(ctx context.Context, p *volumeReconciler, v *api.Volume) (string,
 	return s.node, err
 }
 
-// newHiddenImage is an image that brings a backup's data for a volume, with its first copy on the node.
+// newHiddenImage is an image that brings the content of a volume, with its first copy on the node: the backup at url, or
+// the volume's import.
 func newHiddenImage(v *api.Volume, name, url, node string) *api.BackingImage {
-	params := map[string]string{api.RestoreBackupURL: url}
-	if v.Spec.AllowDamaged {
-		params[api.RestoreAllowDamaged] = "true"
+	spec := api.BackingImageSpec{MinNumberOfCopies: 1, NodeSelector: v.Spec.NodeSelector,
+		DiskSelector: v.Spec.DiskSelector}
+	if from := v.Spec.ImportFrom; from != nil {
+		spec.SourceType, spec.SourceParameters = from.SourceType, maps.Clone(from.SourceParameters)
+		spec.SecretRef, spec.Checksum = from.SecretRef.DeepCopy(), from.Checksum
+		spec.Normalize()
+	} else {
+		spec.SourceType = api.SourceRestore
+		spec.SourceParameters = map[string]string{api.RestoreBackupURL: url}
+		if v.Spec.AllowDamaged {
+			spec.SourceParameters[api.RestoreAllowDamaged] = "true"
+		}
+		if v.Labels[api.LabelBackupMount] != "" {
+			spec.SourceParameters[api.RestoreOnDemand] = "true"
+		}
 	}
-	if v.Labels[api.LabelBackupMount] != "" {
-		params[api.RestoreOnDemand] = "true"
-	}
-	return &api.BackingImage{
+	return &api.BackingImage{Spec: spec,
 		ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{api.Finalizer},
 			Labels:      map[string]string{api.LabelHidden: api.LabelValue(v.Name)},
 			Annotations: map[string]string{api.AnnotationPrefer: node}},
-		Spec: api.BackingImageSpec{SourceType: api.SourceRestore, MinNumberOfCopies: 1,
-			SourceParameters: params, NodeSelector: v.Spec.NodeSelector, DiskSelector: v.Spec.DiskSelector},
 	}
+}
+
+// growImported lets an imported volume grow to the disk inside the file, whose size nobody knew before.
+func growImported(ctx context.Context, c client.Client, v *api.Volume, img *api.BackingImage) error {
+	size := api.RoundSize(img.Status.VirtualSize)
+	if v.Spec.ImportFrom == nil || size <= v.Spec.Size {
+		return nil
+	}
+	return growSpec(ctx, c, v, size)
+}
+
+// growSpec enlarges the wanted size of a volume.
+func growSpec(ctx context.Context, c client.Client, v *api.Volume, size int64) error {
+	old, st := v.DeepCopy(), v.Status.DeepCopy()
+	v.Spec.Size = size
+	err := c.Patch(ctx, v, client.MergeFromWithOptions(old, client.MergeFromWithOptimisticLock{}))
+	v.Status = *st
+	if err != nil {
+		return fmt.Errorf("size of volume %s: %w", v.Name, err)
+	}
+	return nil
 }
 
 // describeRestore copies the state of the hidden image into the volume's status.
@@ -128,7 +186,7 @@ func describeRestore(v *api.Volume, img *api.BackingImage) {
 
 // finishRestore deletes the hidden image of a volume when every replica has the image's layer on its own disk.
 func (p *volumeReconciler) finishRestore(ctx context.Context, v *api.Volume, mine []api.Replica) error {
-	if v.Spec.FromBackup == "" {
+	if !v.UsesHiddenImage() {
 		return nil
 	}
 	img, err := p.hiddenImage(ctx, v)
@@ -144,7 +202,7 @@ func (p *volumeReconciler) finishRestore(ctx context.Context, v *api.Volume, min
 	for i := range mine {
 		if r := &mine[i]; !holdsRestored(v, r, img) {
 			if st.Message == "" {
-				st.Message = fmt.Sprintf("replica %s on node %s lacks data of the backup", r.Name, r.Spec.Node)
+				st.Message = fmt.Sprintf("replica %s on node %s lacks data of %s", r.Name, r.Spec.Node, contentOf(v))
 			}
 			return nil
 		}
@@ -163,7 +221,7 @@ func (p *volumeReconciler) finishRestore(ctx context.Context, v *api.Volume, min
 	if done.Message, err = p.restoreNotice(ctx, v, img); err != nil {
 		return err
 	}
-	p.events.Eventf(v, nil, "Normal", "Restored", "Restore", "every replica has the data of backup %s", st.Backup)
+	p.events.Eventf(v, nil, "Normal", "Restored", "Restore", "every replica has the data of %s", contentOf(v))
 	if done.Message != "" {
 		p.events.Eventf(v, nil, "Warning", "RestoredWithDamage", "Restore", "%s", done.Message)
 	}
@@ -255,7 +313,7 @@ func (p *volumeReconciler) deleteRestoreImage(ctx context.Context, v *api.Volume
 // whole layer: the hidden image of their volume does not wait for the clone.
 func (p *volumeReconciler) restoredReplicas(ctx context.Context, v *api.Volume) ([]api.Replica, error) {
 	usable, err := p.usableReplicas(ctx, v)
-	if err != nil || v.Spec.FromBackup == "" {
+	if err != nil || !v.UsesHiddenImage() {
 		return usable, err
 	}
 	img, err := p.hiddenImage(ctx, v)

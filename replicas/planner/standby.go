@@ -231,14 +231,7 @@ func (p *standbyPlanner) growStandby(ctx context.Context, v *api.Volume, b *api.
 	if b == nil || b.Size <= v.Spec.Size {
 		return nil
 	}
-	old, st := v.DeepCopy(), v.Status.DeepCopy()
-	v.Spec.Size = b.Size
-	err := p.client.Patch(ctx, v, client.MergeFromWithOptions(old, client.MergeFromWithOptimisticLock{}))
-	v.Status = *st
-	if err != nil {
-		return fmt.Errorf("size of volume %s: %w", v.Name, err)
-	}
-	return nil
+	return growSpec(ctx, p.client, v, b.Size)
 }
 
 // ensureStandbyImages makes the next image, and keeps the number of copies of both.

@@ -154,7 +154,7 @@ func (p *volumeReconciler) volumesOfImage(ctx context.Context, o client.Object) 
 			return nil
 		}
 		for i := range vols.Items {
-			if v := &vols.Items[i]; len(v.Status.Members) == 0 || v.Spec.FromBackup != "" {
+			if v := &vols.Items[i]; len(v.Status.Members) == 0 || v.UsesHiddenImage() {
 				all = append(all, watch.Requests(v.Name)...)
 			}
 		}
