@@ -108,6 +108,74 @@ func TestBackupIsCopiedToAnotherTarget(t *testing.T) {
 	offsite.check(2)
 }
 
+// awaitImageCopy waits for the completed copy of an image's backup.
+func (w *world) awaitImageCopy(name string) *api.BackupBackingImage {
+	w.T.Helper()
+	b := &api.BackupBackingImage{ObjectMeta: apitest.Named(name)}
+	w.awaitStored(b)
+	return b
+}
+
+// TestImageBackupIsCopiedToAnotherTarget: the copy has the content and the facts of its origin and a URL of its own, also
+// what a restored image takes over, and outlives its origin. A copy into the same target has an Error.
+func TestImageBackupIsCopiedToAnotherTarget(t *testing.T) {
+	w, offsite := newPair(t)
+	i := w.newImage("golden", 4*chunk+5*512, nil, nil, map[int64][]byte{0: randomBytes(1, 3*chunk)})
+	w.start(nil)
+	w.awaitAvailable("offsite")
+	b := w.backUp("b", i)
+	for name, to := range map[string]string{"c": "offsite", "same": "default"} { // c waits until its origin is completed
+		w.Create(&api.BackupBackingImage{ObjectMeta: apitest.Named(name), Spec: api.BackupBackingImageSpec{CopyOf: "b",
+			BackingImageName: "golden", BackupTargetName: to, Digest: i.digest}})
+	}
+	w.awaitStored(b)
+	same := &api.BackupBackingImage{ObjectMeta: apitest.Named("same")}
+	w.awaitImage(same, "has an error", func(b *api.BackupBackingImage) bool { return b.Status.State == api.BackupError })
+	c := w.awaitImageCopy("c")
+	s, o := c.Status, b.Status
+	if s.Digest != i.digest || s.Checksum != o.Checksum || s.Size != o.Size || s.Labels["of"] != "b" ||
+		s.NewlyUploadDataSize < 3*chunk || s.URL != api.ImageBackupURL("file://"+offsite.folder, "c", "golden") ||
+		s.RecordedImage == nil || s.RecordedImage.MinNumberOfCopies != 3 || o.RecordedImage == nil {
+		t.Errorf("status %+v\norigin %+v", s, o)
+	}
+	w.Delete(b)
+	w.AwaitDeleted(b, &api.BackupBackingImageList{})
+	offsite.check(1)
+	if !bytes.Equal(offsite.dumpImage(c), i.content) {
+		t.Error("restic reads other bytes than the image has")
+	}
+}
+
+// TestCopyTakesTheImageAlong: the copy of a volume's backup brings the backup of its image into the other target, once
+// for each content, and both upload the chunks of the image once.
+func TestCopyTakesTheImageAlong(t *testing.T) {
+	w, offsite := newPair(t)
+	i := w.newImage("golden", 4*chunk, nil, nil, map[int64][]byte{0: randomBytes(1, 3*chunk)})
+	object := apitest.Volume("v", 6*chunk)
+	object.Spec.BackingImage = "golden"
+	v := w.newVolumeOf(object, map[int64][]byte{0: i.content[:3*chunk]}, map[int64][]byte{5 * chunk: randomBytes(2, chunk)})
+	w.start(nil)
+	w.awaitAvailable("offsite")
+	w.awaitStored(w.backUp("b", i))
+	first, second := w.newBackup("first", v, 0), w.newBackup("second", v, 1)
+	w.awaitState(first, api.BackupCompleted)
+	w.awaitState(second, api.BackupCompleted)
+	one := w.newCopy("one", "first", "v", "offsite")
+	w.awaitState(one, api.BackupCompleted)
+	taken := w.awaitImageCopy(api.ImageBackupName("golden", i.digest, "offsite"))
+	if n := one.Status.NewlyUploadDataSize + taken.Status.NewlyUploadDataSize; n < 3*chunk || n > 3*chunk+128<<10 ||
+		taken.Spec.CopyOf != "b" || taken.Spec.UserCreated {
+		t.Errorf("both upload %d bytes, spec %+v", n, taken.Spec)
+	}
+	two := w.newCopy("two", "second", "v", "offsite")
+	w.awaitState(two, api.BackupCompleted)
+	var all api.BackupBackingImageList
+	if err := w.Client.List(w.Ctx, &all); err != nil || len(all.Items) != 2 {
+		t.Errorf("%d backups of images, %v", len(all.Items), err)
+	}
+	offsite.check(3)
+}
+
 // TestWrongCopiesHaveAnError: a copy into the same target, of a missing backup, of another volume, or into Longhorn's
 // store ends at once.
 func TestWrongCopiesHaveAnError(t *testing.T) {

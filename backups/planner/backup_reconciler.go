@@ -123,7 +123,7 @@ func (r *backupReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 		return r.deleteExpired(ctx, b)
 	case b.Ended():
 		return ctrl.Result{}, nil
-	case b.Spec.CopyOf != "":
+	case api.IsCopy(b):
 		return r.planCopy(ctx, b)
 	case b.Spec.Source != nil:
 		return r.checkSource(ctx, b)
@@ -179,9 +179,8 @@ func (r *backupReconciler) planSource(ctx context.Context, b *api.Backup) (ctrl.
 }
 
 // planCopy leaves a copy to the owner of its target, and says in the status that a copy without a target waits.
-func (r *backupReconciler) planCopy(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
-	err := validateNames([2]string{"backup", b.Spec.CopyOf}, [2]string{"volume", b.Spec.Volume},
-		[2]string{"backup target", b.Target()})
+func (r *backupReconciler) planCopy(ctx context.Context, b api.StoredBackup) (ctrl.Result, error) {
+	err := validateNames([2]string{"backup", b.Origin()}, [2]string{"backup target", b.Target()})
 	if err != nil {
 		return r.postpone(ctx, b, err)
 	}

@@ -1,6 +1,7 @@
 package planner
 
 import (
+	"strings"
 	"testing"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -44,6 +45,32 @@ func TestCopiesAreLeftToTheirTargetsOwner(t *testing.T) {
 	if err := w.Client.Get(w.Ctx, client.ObjectKeyFromObject(c), c); err != nil || c.Spec.Source != nil {
 		t.Errorf("%+v, %v", c.Spec, err)
 	}
+}
+
+// TestCopiesOfImagesAreLeftToTheirTargetsOwner: as those of volumes, and without a target they wait.
+func TestCopiesOfImagesAreLeftToTheirTargetsOwner(t *testing.T) {
+	w := newWorld(t)
+	w.addNodes("n1")
+	w.addImage("golden", "a", "n1")
+	c := &api.BackupBackingImage{ObjectMeta: apitest.Named("c"), Spec: api.BackupBackingImageSpec{BackupTargetName: "t",
+		BackingImageName: "golden", CopyOf: "b"}}
+	w.Create(c)
+	list := &api.BackupBackingImageList{}
+	apitest.Await(w.Server, c, list, "waits for the target", func(b *api.BackupBackingImage) bool {
+		return strings.Contains(b.Status.Message, "backup target t does not exist")
+	})
+	w.addTarget("t")
+	for range 2 { // the second change shows that the first reconcile ended
+		apitest.Edit(w.Server, c, func(b *api.BackupBackingImage) { b.Labels[api.LabelImage] = "other" })
+		apitest.Await(w.Server, c, list, "has its labels", func(b *api.BackupBackingImage) bool {
+			return b.Labels[api.LabelImage] == "golden"
+		})
+	}
+	if c.Spec.Source != nil || len(c.Finalizers) != 1 {
+		t.Errorf("%+v", c)
+	}
+	w.Delete(c)
+	awaitLeaving(w, c, list) // for the owner of the target
 }
 
 // TestNoBackupIsMadeInAStoreOfLonghorn: the backup has an Error at once.

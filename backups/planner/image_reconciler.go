@@ -78,6 +78,8 @@ func (r imageReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.
 		return r.deleteExpired(ctx, b)
 	case b.Ended():
 		return ctrl.Result{}, nil
+	case api.IsCopy(b):
+		return r.planCopy(ctx, b)
 	case b.Spec.Source != nil:
 		return r.checkSource(ctx, b)
 	}

@@ -63,7 +63,8 @@ func progressOf(b *api.BackupBackingImage) int {
 	switch {
 	case s.State == api.BackupCompleted:
 		return 3
-	case !b.Ended() && s.Attempts == 0 && (b.Spec.Source != nil || s.State == api.BackupNew):
+	case !b.Ended() && s.Attempts == 0 &&
+		(b.Spec.Source != nil || s.State == api.BackupNew || api.IsCopy(b) && s.State == api.BackupInProgress):
 		return 2
 	case !b.Ended():
 		return 1

@@ -36,7 +36,7 @@ type outcome struct {
 // attempt makes a copy.
 type attempt struct {
 	*reconciler
-	b, origin *api.Backup
+	b, origin api.StoredBackup
 	again     bool // an earlier attempt may have a snapshot in the repository
 	progress  *mover.Progress
 }
@@ -61,7 +61,7 @@ func (a *attempt) copy(ctx context.Context, o *outcome) error {
 			return err
 		}
 	}
-	id, err := blob.Parse(a.origin.Status.SnapshotID)
+	id, err := blob.Parse(a.origin.Common().SnapshotID)
 	if err != nil {
 		return err
 	}
@@ -85,7 +85,7 @@ func (a *attempt) copy(ctx context.Context, o *outcome) error {
 }
 
 // openTarget opens the repository of a copy's target for a write; the caller closes it.
-func (r *reconciler) openTarget(ctx context.Context, b *api.Backup) (*targets.Opened, error) {
+func (r *reconciler) openTarget(ctx context.Context, b api.StoredBackup) (*targets.Opened, error) {
 	format, err := r.repositories.Format(ctx, b.Target())
 	if err == nil && format == api.FormatLonghorn {
 		return nil, api.Errorf(api.Invalid, "backup target %s: is a store of Longhorn, which Drover only reads; name "+
@@ -96,7 +96,7 @@ func (r *reconciler) openTarget(ctx context.Context, b *api.Backup) (*targets.Op
 
 // adopt finds the complete snapshot of an earlier attempt, and deletes other snapshots of the Backup.
 func (a *attempt) adopt(ctx context.Context, r *repo.Repository, o *outcome) (found bool, err error) {
-	list, err := targets.SnapshotsOf(ctx, r, api.UID(a.b.UID))
+	list, err := targets.SnapshotsOf(ctx, r, api.UID(a.b.GetUID()))
 	if err != nil {
 		return false, err
 	}
@@ -128,17 +128,18 @@ func (a *attempt) writer() repo.WriterOptions {
 
 // finishFacts makes the facts of the origin those of the copy, and confirms that this node still makes the copy.
 func (a *attempt) finishFacts(ctx context.Context, f *tags.Facts, result mover.Result) ([]string, error) {
-	if f.Volume != a.b.Spec.Volume {
-		return nil, api.Errorf(api.Corrupt, "backup %s: the store names volume %.64q", a.origin.Name, f.Volume)
+	if !a.kind.isOf(a.b, f) {
+		return nil, api.Errorf(api.Corrupt, "backup %s: the store names volume %.64q and image %.64q", a.origin.GetName(),
+			f.Volume, f.Image)
 	}
-	f.Object, f.Uploaded = api.UID(a.b.UID), result.StoredBytes
-	now := &api.Backup{}
+	f.Object, f.Uploaded = api.UID(a.b.GetUID()), result.StoredBytes
+	now := a.kind.newObject()
 	if err := a.live.Get(ctx, client.ObjectKeyFromObject(a.b), now); err != nil {
-		return nil, api.Explain(err, "backup %s: read the object before the commit", a.b.Name)
+		return nil, api.Explain(err, "backup %s: read the object before the commit", a.b.GetName())
 	}
-	if now.UID != a.b.UID || now.DeletionTimestamp != nil || now.Status.OwnerID != a.node ||
-		now.Status.State != api.BackupInProgress {
-		return nil, api.Errorf(api.Busy, "backup %s: this node does not make the copy any more", a.b.Name)
+	if s := now.Common(); now.GetUID() != a.b.GetUID() || now.GetDeletionTimestamp() != nil || s.OwnerID != a.node ||
+		s.State != api.BackupInProgress {
+		return nil, api.Errorf(api.Busy, "backup %s: this node does not make the copy any more", a.b.GetName())
 	}
 	return f.Tags(), nil
 }
@@ -160,13 +161,13 @@ func (a *attempt) copyRepository(ctx context.Context, id blob.ID, to *repo.Repos
 			facts, ok := tags.Parse(origin.Tags)
 			if !ok {
 				return nil, api.Errorf(api.Unsupported, "backup %s: its snapshot has no tags of a backup of Drover",
-					a.origin.Name)
+					a.origin.GetName())
 			}
 			o.facts = facts
 			return a.finishFacts(ctx, &o.facts, result)
 		}})
 	if err != nil {
-		return result, api.Errorf(api.KindOf(err), "backup %s in target %s: %w", a.origin.Name, a.origin.Target(), err)
+		return result, api.Errorf(api.KindOf(err), "backup %s in target %s: %w", a.origin.GetName(), a.origin.Target(), err)
 	}
 	return result, nil
 }
@@ -185,7 +186,12 @@ type image struct {
 // copyLonghorn copies a backup of Longhorn: the mover reads the backup as a volume, and hashes its chunks.
 func (a *attempt) copyLonghorn(ctx context.Context, id blob.ID, to *repo.Repository, o *outcome) (
 	result mover.Result, err error) {
-	from, err := a.repositories.OpenLonghorn(ctx, a.origin.Target(), a.origin.Spec.Volume, id)
+	origin, is := a.origin.(*api.Backup)
+	if !is {
+		return result, api.Errorf(api.Unsupported, "backup %s: is an image of Longhorn; restore the image, and back it up into "+
+			"the other target", a.origin.GetName())
+	}
+	from, err := a.repositories.OpenLonghorn(ctx, origin.Target(), origin.Spec.Volume, id)
 	if err != nil {
 		return result, err
 	}
@@ -213,7 +219,7 @@ func (a *attempt) copyLonghorn(ctx context.Context, id blob.ID, to *repo.Reposit
 // removal removes what an unfinished copy left in the repository.
 type removal struct {
 	*reconciler
-	b     *api.Backup
+	b     api.StoredBackup
 	begun bool
 }
 
@@ -230,7 +236,7 @@ func (d *removal) deleteSnapshots(ctx context.Context) error {
 		return err
 	}
 	defer opened.Close()
-	list, err := targets.SnapshotsOf(ctx, opened.Repository, api.UID(d.b.UID))
+	list, err := targets.SnapshotsOf(ctx, opened.Repository, api.UID(d.b.GetUID()))
 	if err != nil {
 		return err
 	}

@@ -1,19 +1,21 @@
-// Package copies makes the Backups with spec.copyOf: it copies backups from one target into another, without reading a
-// volume. The owner of the copy's target (package targets) makes the copy, and is the only writer of its status.
+// Package copies makes the Backups and BackupBackingImages with spec.copyOf: it copies backups from one target into
+// another, without reading a volume or an image. The owner of the copy's target (package targets) makes the copy, and is
+// the only writer of its status. With the copy of a volume's backup, the owner creates a copy of the backup of the
+// volume's image, unless the target has a backup of the image's content.
 //
 // Invariants:
 //
 //   - A status is written by Update with the resourceVersion that the decision was made from. Work begins after
 //     InProgress, with the node as ownerID, is in the status; so the next owner knows that the repository may have a
 //     snapshot of the copy, and looks for the snapshot before the next attempt or the deletion.
-//   - Right before the commit, the node reads the Backup again: a node that lost the copy to another owner, or whose
-//     Backup is deleted, commits nothing.
+//   - Right before the commit, the node reads the object again: a node that lost the copy to another owner, or whose
+//     object is deleted, commits nothing.
 //   - The origin's repository is locked for the whole copy, so the origin may be deleted meanwhile.
 //   - A store of Longhorn is only read.
 //
-// Memory: a node makes one copy at a time, and fills packs of a quarter of Options.Memory (64 MiB) for the copy.
+// Memory: a node makes one copy at a time, of whatever kind, and fills packs of a quarter of Options.Memory (64 MiB) for the copy.
 //
-// Goroutines: the reconciler is the manager's. Copies run in goroutines of targets.Jobs, a Runnable of the manager.
+// Goroutines: the two reconcilers, one for each kind, are the manager's. Copies run in goroutines of targets.Jobs, a Runnable of the manager.
 //
 // Lock order: reconciler.mu guards the map of works and is a leaf.
 package copies
@@ -55,9 +57,10 @@ type Options struct {
 // copiesAtOnce is how many copies a node makes at once.
 const copiesAtOnce = 1
 
-// reconciler reconciles the copies into targets that the node owns.
+// reconciler reconciles the copies of one kind into targets that the node owns.
 type reconciler struct {
 	client.Client
+	kind         kind
 	live         client.Reader // without a cache
 	node         string
 	repositories *targets.Repositories
@@ -65,27 +68,37 @@ type reconciler struct {
 	opts         Options
 	events       recorder.EventRecorder
 	log          *slog.Logger
-	places       semaphore.Set[struct{}]
+	places       *semaphore.Set[struct{}] // of both kinds
 
 	mu    sync.Mutex
-	works map[string]*work // by name of the Backup
+	works map[string]*work // by name of the copy
 }
 
-// Setup adds the reconciler of a node's copies to a manager.
+// Setup adds the reconcilers of a node's copies to a manager.
 func Setup(mgr ctrl.Manager, node string, repositories *targets.Repositories, o Options) error {
-	r := &reconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, repositories: repositories,
-		jobs: targets.NewJobs(), opts: o, events: mgr.GetEventRecorder("drover-node-backups"),
-		log: o.Log.With("loop", "backup-copies"), works: map[string]*work{}}
+	places := &semaphore.Set[struct{}]{}
+	for _, k := range []kind{volumeBackups{}, imageBackups{}} {
+		r := &reconciler{Client: mgr.GetClient(), kind: k, live: mgr.GetAPIReader(), node: node, repositories: repositories,
+			jobs: targets.NewJobs(), opts: o, events: mgr.GetEventRecorder("drover-node-backups"), places: places,
+			log: o.Log.With("loop", k.loopName()), works: map[string]*work{}}
+		if err := r.setup(mgr); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *reconciler) setup(mgr ctrl.Manager) error {
 	if err := mgr.Add(r.jobs); err != nil {
 		return err
 	}
-	isCopy := predicate.NewPredicateFuncs(func(o client.Object) bool { return o.(*api.Backup).Spec.CopyOf != "" })
+	isCopy := predicate.NewPredicateFuncs(func(o client.Object) bool { return api.IsCopy(o.(api.StoredBackup)) })
 	all := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
 		return r.unfinished(ctx, "")
 	})
 	everyNode := false
-	return ctrl.NewControllerManagedBy(mgr).Named("backup-copies").For(&api.Backup{}, builder.WithPredicates(isCopy)).
-		Watches(&api.Backup{}, handler.EnqueueRequestsFromMapFunc(r.copiesOf), watch.Updates(ended)).
+	return ctrl.NewControllerManagedBy(mgr).Named(r.kind.loopName()).For(r.kind.newObject(), builder.WithPredicates(isCopy)).
+		Watches(r.kind.newObject(), handler.EnqueueRequestsFromMapFunc(r.copiesOf), watch.Updates(ended)).
 		Watches(&api.BackupTarget{}, all, watch.Updates(becameAvailable)).
 		Watches(&api.Node{}, all, watch.Updates(returned)).
 		WatchesRawSource(source.Channel(r.jobs.Wake(), handler.EnqueueRequestsFromMapFunc(r.endedAndWaiting))).
@@ -93,9 +106,9 @@ func Setup(mgr ctrl.Manager, node string, repositories *targets.Repositories, o 
 		Complete(r)
 }
 
-// ended reports whether a Backup ended, which copies of it wait for.
+// ended reports whether a backup ended, which copies of it wait for.
 func ended(old, now client.Object) bool {
-	return old.(*api.Backup).Ended() != now.(*api.Backup).Ended()
+	return old.(api.StoredBackup).Ended() != now.(api.StoredBackup).Ended()
 }
 
 func becameAvailable(old, now client.Object) bool {
@@ -108,16 +121,16 @@ func returned(old, now client.Object) bool {
 	return b.Status.Heartbeat.Sub(a.Status.Heartbeat.Time) >= a.SilentAfter()
 }
 
-// unfinished requests the unfinished copies of a Backup; "": of all.
+// unfinished requests the unfinished copies of a backup; "": of all.
 func (r *reconciler) unfinished(ctx context.Context, of string) (requests []reconcile.Request) {
-	var list api.BackupList
-	if err := r.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+	list, err := r.kind.listObjects(ctx, r.Client)
+	if err != nil {
 		r.log.Warn("backups cannot be listed; the waiting copies start later", "err", err)
 		return nil
 	}
-	for i := range list.Items {
-		if b := &list.Items[i]; b.Spec.CopyOf != "" && !b.Ended() && (of == "" || b.Spec.CopyOf == of) {
-			requests = append(requests, watch.Request(b.Name))
+	for _, b := range list {
+		if api.IsCopy(b) && !b.Ended() && (of == "" || b.Origin() == of) {
+			requests = append(requests, watch.Request(b.GetName()))
 		}
 	}
 	return requests

@@ -25,7 +25,7 @@ const (
 
 // work is a job for a copy: an attempt, or the removal of what an unfinished copy left.
 type work struct {
-	object   types.UID // of the Backup
+	object   types.UID // of the copy
 	removal  bool
 	canceled bool  // the reconciler's alone
 	reached  int64 // bytes that the attempt before was done with
@@ -39,7 +39,7 @@ func (r *reconciler) workOf(name string) *work {
 	return r.works[name]
 }
 
-// setWork replaces the work of a Backup; nil: none.
+// setWork replaces the work of a copy; nil: none.
 func (r *reconciler) setWork(name string, w *work) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -51,14 +51,14 @@ func (r *reconciler) setWork(name string, w *work) {
 }
 
 // isBegun reports whether the repository may have a snapshot of an unfinished copy.
-func isBegun(b *api.Backup) bool {
-	s := &b.Status
+func isBegun(b api.StoredBackup) bool {
+	s := b.Common()
 	return s.Attempts > 0 || s.State == api.BackupInProgress || s.State == api.BackupDeleting
 }
 
 // isMine reports whether the node makes the copy, and when that may change without an event; zero: never.
-func (r *reconciler) isMine(ctx context.Context, b *api.Backup) (mine bool, next time.Time, err error) {
-	if b.Spec.CopyOf == "" || b.Ended() {
+func (r *reconciler) isMine(ctx context.Context, b api.StoredBackup) (mine bool, next time.Time, err error) {
+	if !api.IsCopy(b) || b.Ended() {
 		return false, next, nil
 	}
 	t := &api.BackupTarget{}
@@ -75,7 +75,7 @@ func (r *reconciler) isMine(ctx context.Context, b *api.Backup) (mine bool, next
 
 // Reconcile compares one copy with its work.
 func (r *reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
-	b := &api.Backup{}
+	b := r.kind.newObject()
 	if err := r.Get(ctx, req.NamespacedName, b); client.IgnoreNotFound(err) != nil {
 		return ctrl.Result{}, err
 	}
@@ -84,7 +84,7 @@ func (r *reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resu
 		return ctrl.Result{}, err
 	}
 	w := r.workOf(req.Name)
-	if w != nil && (w.canceled || !mine || w.object != b.UID || w.removal == b.DeletionTimestamp.IsZero()) {
+	if w != nil && (w.canceled || !mine || w.object != b.GetUID() || w.removal == b.GetDeletionTimestamp().IsZero()) {
 		w.job.Cancel()
 		w.canceled = true
 		if _, ended := w.job.Result(); !ended {
@@ -105,17 +105,16 @@ func (r *reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resu
 	if pause := r.untilRetry(b); pause > 0 {
 		return ctrl.Result{RequeueAfter: pause}, nil
 	}
-	if !b.DeletionTimestamp.IsZero() {
+	if !b.GetDeletionTimestamp().IsZero() {
 		return r.beginRemoval(ctx, b)
 	}
 	return r.beginAttempt(ctx, b)
 }
 
 // followWork brings the progress or the outcome of a work into the status.
-func (r *reconciler) followWork(ctx context.Context, b *api.Backup, w *work) (ctrl.Result, error) {
+func (r *reconciler) followWork(ctx context.Context, b api.StoredBackup, w *work) (ctrl.Result, error) {
 	result, ended := w.job.Result()
-	old := b.Status.DeepCopy()
-	st := &b.Status
+	st, old := b.Common(), b.Common().DeepCopy()
 	st.OwnerID = r.node
 	switch {
 	case !ended && w.removal:
@@ -145,7 +144,7 @@ func (r *reconciler) followWork(ctx context.Context, b *api.Backup, w *work) (ct
 	if ok, err := r.putStatus(ctx, b, old); !ok {
 		return ctrl.Result{}, err
 	}
-	r.setWork(b.Name, nil)
+	r.setWork(b.GetName(), nil)
 	r.reportEnd(b, &result, w.removal)
 	if b.Ended() {
 		return ctrl.Result{}, nil
@@ -153,10 +152,10 @@ func (r *reconciler) followWork(ctx context.Context, b *api.Backup, w *work) (ct
 	return ctrl.Result{RequeueAfter: max(r.untilRetry(b), time.Millisecond)}, nil
 }
 
-// putStatus writes a status if the status differs from old. Nil with ok false says that the Backup changed meanwhile:
+// putStatus writes a status if the status differs from old. Nil with ok false says that the copy changed meanwhile:
 // its event wakes the reconciler.
-func (r *reconciler) putStatus(ctx context.Context, b *api.Backup, old *api.BackupStatus) (ok bool, err error) {
-	if equality.Semantic.DeepEqual(*old, b.Status) {
+func (r *reconciler) putStatus(ctx context.Context, b api.StoredBackup, old *api.CommonBackupStatus) (ok bool, err error) {
+	if equality.Semantic.DeepEqual(old, b.Common()) {
 		return true, nil
 	}
 	if err := r.Status().Update(ctx, b); err != nil {
@@ -166,16 +165,17 @@ func (r *reconciler) putStatus(ctx context.Context, b *api.Backup, old *api.Back
 }
 
 // untilRetry is the time until the next try of this node.
-func (r *reconciler) untilRetry(b *api.Backup) time.Duration {
-	waits := b.DeletionTimestamp.IsZero() || b.Status.State == api.BackupDeleting
-	if b.Status.NextTry == nil || b.Status.OwnerID != r.node || !waits {
+func (r *reconciler) untilRetry(b api.StoredBackup) time.Duration {
+	s := b.Common()
+	waits := b.GetDeletionTimestamp().IsZero() || s.State == api.BackupDeleting
+	if s.NextTry == nil || s.OwnerID != r.node || !waits {
 		return 0
 	}
-	return b.Status.NextTry.Sub(r.opts.Now())
+	return s.NextTry.Sub(r.opts.Now())
 }
 
 // setNextTry records the time of the next try after st.Attempts failures. The API keeps whole seconds.
-func (r *reconciler) setNextTry(st *api.BackupStatus) {
+func (r *reconciler) setNextTry(st *api.CommonBackupStatus) {
 	pause := r.opts.RetryMin << min(max(st.Attempts-1, 0), 20)
 	if pause > r.opts.RetryMax || pause <= 0 {
 		pause = r.opts.RetryMax
@@ -185,8 +185,8 @@ func (r *reconciler) setNextTry(st *api.BackupStatus) {
 }
 
 // beginAttempt starts an attempt to make the copy, if the node has a free place and the origin is completed.
-func (r *reconciler) beginAttempt(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
-	st, old := &b.Status, b.Status.DeepCopy()
+func (r *reconciler) beginAttempt(ctx context.Context, b api.StoredBackup) (ctrl.Result, error) {
+	st, old := b.Common(), b.Common().DeepCopy()
 	st.OwnerID, st.NextTry = r.node, nil
 	origin, err := r.findOrigin(ctx, b)
 	if api.KindOf(err) == api.Other && err != nil {
@@ -214,6 +214,10 @@ func (r *reconciler) beginAttempt(ctx context.Context, b *api.Backup) (ctrl.Resu
 		_, err := r.putStatus(ctx, b, old)
 		return ctrl.Result{RequeueAfter: originRetry}, err // the end of a copy, or of the origin, wakes the reconciler
 	}
+	if err := r.takeImageAlong(ctx, b, origin); err != nil {
+		release()
+		return ctrl.Result{}, err
+	}
 	again := isBegun(b)
 	st.State, st.Message = api.BackupInProgress, ""
 	// Without a change, too: the write finds out whether the cache is behind, and the copy has ended.
@@ -221,9 +225,9 @@ func (r *reconciler) beginAttempt(ctx context.Context, b *api.Backup) (ctrl.Resu
 		release()
 		return ctrl.Result{}, client.IgnoreNotFound(watch.IgnoreConflict(err))
 	}
-	w := &work{object: b.UID, reached: old.BytesDone}
-	a := &attempt{reconciler: r, b: b.DeepCopy(), origin: origin, again: again, progress: &w.progress}
-	w.job = targets.StartJob(ctx, r.jobs, b.Name, "copy", func(ctx context.Context) outcome {
+	w := &work{object: b.GetUID(), reached: old.BytesDone}
+	a := &attempt{reconciler: r, b: copyOf(b), origin: origin, again: again, progress: &w.progress}
+	w.job = targets.StartJob(ctx, r.jobs, b.GetName(), "copy", func(ctx context.Context) outcome {
 		copiesRunning.Inc()
 		defer copiesRunning.Dec()
 		defer release()
@@ -233,48 +237,50 @@ func (r *reconciler) beginAttempt(ctx context.Context, b *api.Backup) (ctrl.Resu
 		release()
 		return ctrl.Result{RequeueAfter: time.Second}, nil
 	}
-	r.setWork(b.Name, w)
+	r.setWork(b.GetName(), w)
 	return ctrl.Result{RequeueAfter: r.opts.ProgressEvery}, nil
 }
 
 // begunAttempts keeps isBegun true for a copy that waits again.
-func begunAttempts(old *api.BackupStatus) int32 {
+func begunAttempts(old *api.CommonBackupStatus) int32 {
 	if old.State == api.BackupInProgress {
 		return 1
 	}
 	return 0
 }
 
-// findOrigin finds the Backup to copy. An error of kind Unavailable: the copy waits. Other errors with a kind are for
+func copyOf(b api.StoredBackup) api.StoredBackup { return b.DeepCopyObject().(api.StoredBackup) }
+
+// findOrigin finds the backup to copy. An error of kind Unavailable: the copy waits. Other errors with a kind are for
 // good.
-func (r *reconciler) findOrigin(ctx context.Context, b *api.Backup) (*api.Backup, error) {
-	o := &api.Backup{}
-	err := r.live.Get(ctx, client.ObjectKey{Name: b.Spec.CopyOf}, o)
+func (r *reconciler) findOrigin(ctx context.Context, b api.StoredBackup) (api.StoredBackup, error) {
+	o := r.kind.newObject()
+	err := r.live.Get(ctx, client.ObjectKey{Name: b.Origin()}, o)
 	switch {
 	case client.IgnoreNotFound(err) != nil:
 		return nil, err
-	case err != nil || o.DeletionTimestamp != nil:
-		return nil, api.Errorf(api.NotFound, "backup %s: does not exist any more, so it cannot be copied", b.Spec.CopyOf)
+	case err != nil || o.GetDeletionTimestamp() != nil:
+		return nil, api.Errorf(api.NotFound, "backup %s: does not exist any more, so it cannot be copied", b.Origin())
 	case o.Target() == b.Target():
-		return nil, api.Errorf(api.Invalid, "backup %s: lies in target %s already", o.Name, b.Target())
-	case o.Spec.Volume != b.Spec.Volume:
-		return nil, api.Errorf(api.Invalid, "backup %s: is of volume %s, not of volume %s", o.Name, o.Spec.Volume,
-			b.Spec.Volume)
-	case o.Status.State == api.BackupError:
-		return nil, api.Errorf(api.Invalid, "backup %s: has an error, so it cannot be copied", o.Name)
-	case o.Status.State != api.BackupCompleted:
-		return nil, api.Errorf(api.Unavailable, "backup %s: is not completed yet; the copy waits", o.Name)
+		return nil, api.Errorf(api.Invalid, "backup %s: lies in target %s already", o.GetName(), b.Target())
+	case o.Subject() != b.Subject():
+		return nil, api.Errorf(api.Invalid, "backup %s: is of %s, not of %s", o.GetName(), o.Subject(), b.Subject())
 	}
-	return o, nil
+	switch o.Common().State {
+	case api.BackupError:
+		return nil, api.Errorf(api.Invalid, "backup %s: has an error, so it cannot be copied", o.GetName())
+	case api.BackupCompleted:
+		return o, nil
+	}
+	return nil, api.Errorf(api.Unavailable, "backup %s: is not completed yet; the copy waits", o.GetName())
 }
 
 // beginRemoval removes what an unfinished copy left, and then the finalizer.
-func (r *reconciler) beginRemoval(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
+func (r *reconciler) beginRemoval(ctx context.Context, b api.StoredBackup) (ctrl.Result, error) {
 	if !controllerutil.ContainsFinalizer(b, api.Finalizer) {
 		return ctrl.Result{}, nil
 	}
-	begun, old := isBegun(b), b.Status.DeepCopy()
-	st := &b.Status
+	begun, st, old := isBegun(b), b.Common(), b.Common().DeepCopy()
 	if st.State != api.BackupDeleting {
 		st.Message, st.Attempts = "", 0
 	}
@@ -284,26 +290,24 @@ func (r *reconciler) beginRemoval(ctx context.Context, b *api.Backup) (ctrl.Resu
 	if ok, err := r.putStatus(ctx, b, old); !ok {
 		return ctrl.Result{}, err
 	}
-	w, d := &work{object: b.UID, removal: true}, &removal{r, b.DeepCopy(), begun}
-	if w.job = targets.StartJob(ctx, r.jobs, b.Name, "copy", d.run); w.job == nil {
+	w, d := &work{object: b.GetUID(), removal: true}, &removal{r, copyOf(b), begun}
+	if w.job = targets.StartJob(ctx, r.jobs, b.GetName(), "copy", d.run); w.job == nil {
 		return ctrl.Result{RequeueAfter: time.Second}, nil
 	}
-	r.setWork(b.Name, w)
+	r.setWork(b.GetName(), w)
 	return ctrl.Result{}, nil
 }
 
-// setCompleted is the status of a copy that the repository has. The URL has the object's name: the tag has the
-// origin's.
-func (r *reconciler) setCompleted(b *api.Backup, o *outcome) {
-	now := r.opts.Now()
-	b.Status = o.facts.Status(o.url, o.snapshot.String(), now, now)
-	b.Status.URL, b.Status.OwnerID = api.BackupURL(o.url, b.Name, b.Spec.Volume), r.node
+// setCompleted is the status of a copy that the repository has.
+func (r *reconciler) setCompleted(b api.StoredBackup, o *outcome) {
+	r.kind.setCompleted(b, o.facts, o.url, o.snapshot.String(), r.opts.Now())
+	b.Common().OwnerID = r.node
 }
 
 // setFailed is the status after an attempt that failed. An attempt that came further than the attempt before counts as
 // the first.
-func (r *reconciler) setFailed(b *api.Backup, w *work, err error) {
-	st := &b.Status
+func (r *reconciler) setFailed(b api.StoredBackup, w *work, err error) {
+	st := b.Common()
 	done, total := w.progress.Bytes()
 	if done > w.reached {
 		st.Attempts = 0
@@ -318,25 +322,26 @@ func (r *reconciler) setFailed(b *api.Backup, w *work, err error) {
 	r.setNextTry(st)
 }
 
-func (r *reconciler) setError(st *api.BackupStatus, err error) {
+func (r *reconciler) setError(st *api.CommonBackupStatus, err error) {
 	st.State, st.Message, st.NextTry = api.BackupError, api.ClipMessage(err.Error()), nil
 	st.BackupCreatedAt = r.opts.Now().UTC().Format(time.RFC3339)
 }
 
 // reportEnd logs the end of a work, and emits an event at the end of a copy.
-func (r *reconciler) reportEnd(b *api.Backup, o *outcome, removal bool) {
-	log := r.log.With("backup", b.Name, "origin", b.Spec.CopyOf, "target", b.Target())
+func (r *reconciler) reportEnd(b api.StoredBackup, o *outcome, removal bool) {
+	s := b.Common()
+	log := r.log.With("backup", b.GetName(), "origin", b.Origin(), "target", b.Target())
 	switch {
 	case o.err == nil:
-		log.Info("backup copied", "uploaded", b.Status.NewlyUploadDataSize)
+		log.Info("backup copied", "uploaded", s.NewlyUploadDataSize)
 		r.events.Eventf(b, nil, corev1.EventTypeNormal, "BackupCompleted", "Copy", "copy of backup %s: %s uploaded",
-			b.Spec.CopyOf, b.Status.UploadedText)
-	case b.Status.State == api.BackupError:
+			b.Origin(), s.UploadedText)
+	case s.State == api.BackupError:
 		log.Warn("copy failed", "err", o.err)
-		r.events.Eventf(b, nil, corev1.EventTypeWarning, "BackupFailed", "Copy", "%s", b.Status.Message)
+		r.events.Eventf(b, nil, corev1.EventTypeWarning, "BackupFailed", "Copy", "%s", s.Message)
 	case removal:
 		log.Warn("an unfinished copy cannot be deleted yet", "err", o.err)
 	default:
-		log.Warn("attempt of a copy failed", "attempts", b.Status.Attempts, "err", o.err)
+		log.Warn("attempt of a copy failed", "attempts", s.Attempts, "err", o.err)
 	}
 }
