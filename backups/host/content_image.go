@@ -67,6 +67,7 @@ func (c *imageCopy) describe(ctx context.Context) (out described, err error) {
 		return out, err
 	}
 	if err == nil && i.Status.UUID == src.UUID {
+		out.facts.ImageRecord = api.RecordImage(&i)
 		i.Spec.SecretRef = nil
 		i.Spec.SourceParameters = publicParameters(i.Spec.SourceParameters)
 		record, err := i.Record()

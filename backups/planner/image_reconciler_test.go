@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	eventsv1 "k8s.io/api/events/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -260,17 +261,22 @@ func TestBackupVolumeMirrorsBackups(t *testing.T) {
 	w.AwaitDeleted(mirror, &api.BackupVolumeList{})
 }
 
-// TestRestoredVolumeBringsItsImage: a volume from a backup creates the image of the backup, from the image's backup.
+// TestRestoredVolumeBringsItsImage: a volume from a backup creates the image of the backup, from the image's backup, with
+// the labels, copies and selectors of the original.
 func TestRestoredVolumeBringsItsImage(t *testing.T) {
 	w := newWorld(t)
 	img, x, url := w.addBackupWithImage("a")
+	record := &api.RecordedImage{Labels: map[string]string{"team": "os"}, MinNumberOfCopies: 3,
+		NodeSelector: []string{"ssd"}, DiskSelector: []string{"fast"}}
+	apitest.EditStatus(w.Server, x, func(x *api.BackupBackingImage) { x.Status.RecordedImage = record })
 	w.Delete(img)
 	w.addRestored(url)
 	w.awaitEvent("BackingImageRestored", "image golden is restored from backup golden-aaaaaaaa.t")
 	now := apitest.Await(w.Server, &api.BackingImage{ObjectMeta: apitest.Named("golden")}, &api.BackingImageList{},
 		"is restored", func(i *api.BackingImage) bool { return i.Spec.SourceType == api.SourceRestore })
-	if now.Spec.SourceParameters[api.RestoreBackupURL] != x.Status.URL {
-		t.Errorf("%+v", now.Spec)
+	if now.Spec.SourceParameters[api.RestoreBackupURL] != x.Status.URL ||
+		!equality.Semantic.DeepEqual(api.RecordImage(now), record) {
+		t.Errorf("%+v", now)
 	}
 }
 

@@ -131,6 +131,7 @@ func (r *restoreReconciler) ensureImage(ctx context.Context, v *api.Volume, b *a
 	img = &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceRestore,
 		SourceParameters: map[string]string{api.RestoreBackupURL: stored.Status.URL}}}
 	img.Name = name
+	stored.Status.RecordedImage.ApplyTo(img)
 	if err := r.Create(ctx, img); err != nil {
 		if apierrors.IsAlreadyExists(err) {
 			return nil // the event of the image continues

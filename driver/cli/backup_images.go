@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -41,10 +40,8 @@ func (a *app) imageBackup() *cobra.Command {
 				return err
 			}
 			b.Spec.Labels = labels
-			if err := c.Create(ctx, b); apierrors.IsAlreadyExists(err) {
-				return api.Errorf(api.Exists, "backup %q exists already: see `drover backup images %s`", b.Name, b.Name)
-			} else if err != nil {
-				return explain(ctx, err)
+			if err := createBackup(ctx, c, b, true); err != nil {
+				return err
 			}
 			result := fmt.Sprintf("backup %q created: follow it with `drover backup images %s`", b.Name, b.Name)
 			if wait {
@@ -128,11 +125,23 @@ func describeImageBackup(w io.Writer, b *api.BackupBackingImage) {
 		done += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
 	}
 	node, _ := b.SourceDisk()
-	printFields(w, "Name", b.Name, "Image", b.Spec.BackingImageName, "Target", b.Target(), "State", string(s.State),
+	printFields(w, "Name", b.Name, "Image", b.Spec.BackingImageName, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
+		"State", string(s.State),
 		"Message", s.Message, "Progress", done, "Ended", s.BackupCreatedAt, "Size", someBytes(s.Size),
 		"Uploaded", someBytes(s.NewlyUploadDataSize), "SHA-512", s.Checksum, "Content", b.ContentDigest(),
 		"Labels", joinLabels(b.Spec.Labels), "Node", cmp.Or(s.OwnerID, node), "restic snapshot",
 		cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL)
+	describeRecordedImage(w, s.RecordedImage)
+}
+
+// describeRecordedImage prints what a restored image takes over; record may be nil.
+func describeRecordedImage(w io.Writer, record *api.RecordedImage) {
+	if record == nil {
+		return
+	}
+	printFields(w, "Image labels", joinLabels(record.Labels), "Copies", fmt.Sprint(max(record.MinNumberOfCopies, 1)),
+		"Node selector", strings.Join(record.NodeSelector, ", "),
+		"Disk selector", strings.Join(record.DiskSelector, ", "))
 }
 
 // imageBackupsOf returns the backups of images in a target; empty: in all.

@@ -164,6 +164,8 @@ func created[T client.Object](ctx context.Context, name string) error {
 		list = &api.BackupTargetList{}
 	case *api.Backup:
 		list = &api.BackupList{}
+	case *api.BackupBackingImage:
+		list = &api.BackupBackingImageList{}
 	default:
 		return fmt.Errorf("no pen for %T", zero)
 	}
