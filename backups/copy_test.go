@@ -117,20 +117,29 @@ func (w *world) awaitImageCopy(name string) *api.BackupBackingImage {
 }
 
 // TestImageBackupIsCopiedToAnotherTarget: the copy has the content and the facts of its origin and a URL of its own, also
-// what a restored image takes over, and outlives its origin. A copy into the same target has an Error.
+// what a restored image takes over, and outlives its origin. A copy into the same target, or of other content than its
+// object names, has an Error.
 func TestImageBackupIsCopiedToAnotherTarget(t *testing.T) {
 	w, offsite := newPair(t)
 	i := w.newImage("golden", 4*chunk+5*512, nil, nil, map[int64][]byte{0: randomBytes(1, 3*chunk)})
 	w.start(nil)
 	w.awaitAvailable("offsite")
 	b := w.backUp("b", i)
-	for name, to := range map[string]string{"c": "offsite", "same": "default"} { // c waits until its origin is completed
-		w.Create(&api.BackupBackingImage{ObjectMeta: apitest.Named(name), Spec: api.BackupBackingImageSpec{CopyOf: "b",
-			BackingImageName: "golden", BackupTargetName: to, Digest: i.digest}})
+	copyImage := func(name, to, digest string) *api.BackupBackingImage {
+		x := &api.BackupBackingImage{ObjectMeta: apitest.Named(name), Spec: api.BackupBackingImageSpec{CopyOf: "b",
+			BackingImageName: "golden", BackupTargetName: to, Digest: digest}}
+		w.Create(x)
+		return x
 	}
+	copyImage("c", "offsite", i.digest) // waits until its origin is completed
 	w.awaitStored(b)
-	same := &api.BackupBackingImage{ObjectMeta: apitest.Named("same")}
-	w.awaitImage(same, "has an error", func(b *api.BackupBackingImage) bool { return b.Status.State == api.BackupError })
+	for words, x := range map[string]*api.BackupBackingImage{"lies in target default already": copyImage("same", "default",
+		i.digest), "the store names": copyImage("other", "offsite", strings.Repeat("0", 64))} {
+		w.awaitImage(x, "has an error", func(b *api.BackupBackingImage) bool { return b.Status.State == api.BackupError })
+		if !strings.Contains(x.Status.Message, words) {
+			t.Errorf("%s: %s", x.Name, x.Status.Message)
+		}
+	}
 	c := w.awaitImageCopy("c")
 	s, o := c.Status, b.Status
 	if s.Digest != i.digest || s.Checksum != o.Checksum || s.Size != o.Size || s.Labels["of"] != "b" ||
