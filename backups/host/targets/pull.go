@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -55,37 +56,58 @@ func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.Snapsho
 	if err != nil {
 		return err
 	}
-	found, err := v.loadFacts(ctx, r, append(unknown, started...))
-	if err != nil {
-		return err
+	var objects map[api.UID]bool // nil: not read yet, because a visit without news lists the Backups no second time
+	for batch := range slices.Chunk(append(unknown, started...), pullBatch) {
+		found, err := v.loadFacts(ctx, r, batch)
+		if err != nil {
+			return err
+		}
+		if objects == nil && len(found) > 0 {
+			if objects, err = v.objects(ctx); err != nil {
+				return err
+			}
+		}
+		if err := v.pullFound(ctx, found, known, objects, result); err != nil {
+			return err
+		}
 	}
-	if len(found) == 0 {
-		return nil // no visit without news lists the Backups again
-	}
-	objects, err := v.objects(ctx)
-	if err != nil {
-		return err
-	}
-	for _, f := range found {
+	return nil
+}
+
+// pullBatch bounds the memory of a visit: how many found backups it holds at once. pullWorkers is how many objects a
+// visit makes at once, so that the API server writes many with one fsync.
+const (
+	pullBatch   = 1000
+	pullWorkers = 16
+)
+
+// pullFound gives found backups objects with a status, several at once.
+func (v *visit) pullFound(ctx context.Context, found []foundBackup, known map[blob.ID]api.StoredBackup,
+	objects map[api.UID]bool, result *visitResult) error {
+	created := make([]bool, len(found))
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(pullWorkers)
+	for i, f := range found {
 		b := known[f.snapshot.ID]
 		if b == nil && objects[f.facts.Object] {
 			continue
 		}
 		result.backups++
-		var created bool
-		if b != nil {
-			err = v.describe(ctx, copyOf(b), f)
-		} else {
-			created, err = v.pullBackup(ctx, f)
-		}
-		if err != nil {
+		group.Go(func() (err error) {
+			if b != nil {
+				return v.describe(ctx, copyOf(b), f)
+			}
+			created[i], err = v.pullBackup(ctx, f)
 			return err
-		}
-		if created {
+		})
+	}
+	err := group.Wait()
+	for _, is := range created {
+		if is {
 			result.found++
 		}
 	}
-	return nil
+	return err
 }
 
 // objects are the UIDs of the Backups. A snapshot of such a Backup which the Backup's status does not name is that of a
