@@ -161,6 +161,21 @@ func (b *Backup) NewerThan(o *Backup) bool {
 	return x.After(y) || x.Equal(y) && b.Name > o.Name
 }
 
+// ProtectsVolume reports whether the backup is whole in its store, and of this very volume: not of a former one, or one
+// of another cluster, with the same name.
+func (b *Backup) ProtectsVolume(v *Volume) bool {
+	return v.Status.UID != "" && b.Status.VolumeUID == v.Status.UID && !b.Status.Damaged && RestorableBackup(b) == nil
+}
+
+// InstantSeconds is an instant of a status, RFC 3339, in seconds since 1970, as metrics have it; 0: not known.
+func InstantSeconds(text string) float64 {
+	at := parseInstant(text)
+	if at.IsZero() {
+		return 0
+	}
+	return float64(at.Unix())
+}
+
 func parseInstant(text string) time.Time {
 	at, _ := time.Parse(time.RFC3339, text)
 	return at

@@ -68,6 +68,7 @@ const (
 // +kubebuilder:printcolumn:name="Image",type=string,JSONPath=`.spec.backingImage`
 // +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.status.attachedNode`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Backup",type=date,JSONPath=`.status.lastBackupAt`,priority=1
 // +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`,priority=1
 type Volume struct {
 	metav1.TypeMeta   `json:",inline"`
@@ -216,8 +217,8 @@ type VolumeStatus struct {
 	RestoreStatus *RestoreStatus `json:"restoreStatus,omitempty"`
 	// IsStandby is true from the first status of a standby volume until its activation has ended.
 	IsStandby bool `json:"isStandby,omitempty"`
-	// LastBackup is the newest backup that a standby volume holds whole, and LastBackupAt the instant of its content, RFC
-	// 3339.
+	// LastBackup is the newest whole backup of the volume in any target, or the one that a standby volume holds whole
+	// or began with; LastBackupAt is the instant of its content, RFC 3339.
 	LastBackup   string         `json:"lastBackup,omitempty"`
 	LastBackupAt string         `json:"lastBackupAt,omitempty"`
 	Standby      *StandbyStatus `json:"standby,omitempty"`

@@ -42,6 +42,9 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error { return setupSince(mgr, lo
 func setupSince(mgr ctrl.Manager, log *slog.Logger, began time.Time) error {
 	r := &backupReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(),
 		events: mgr.GetEventRecorder("drover-backups"), log: log.With("loop", "backup-plans"), began: began}
+	if err := setupMetrics(mgr.GetClient()); err != nil {
+		return err
+	}
 	for _, setup := range []func(ctrl.Manager, *slog.Logger) error{setupSnapshots, setupBackupVolumes, setupImageRestores} {
 		if err := setup(mgr, log); err != nil {
 			return err

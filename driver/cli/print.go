@@ -226,6 +226,12 @@ func age(t metav1.Time) string {
 	return duration.HumanDuration(time.Since(t.Time))
 }
 
+// ageOfText is age for a time as RFC 3339; a text that is none gives nothing.
+func ageOfText(text string) string {
+	at, _ := time.Parse(time.RFC3339, text)
+	return age(metav1.NewTime(at))
+}
+
 // someBytes formats a size for people, and an unknown size (0) as nothing.
 func someBytes(n int64) string {
 	if n == 0 {

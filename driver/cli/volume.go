@@ -283,12 +283,12 @@ func (a *app) volumeList() *cobra.Command {
 			for _, t := range atts.Items {
 				device[t.Spec.Volume] = t.Status.Device
 			}
-			return a.printList(cmd.OutOrStdout(), &list, "NAME STATE ROBUSTNESS SIZE USED SHARED IMAGE NODE DEVICE AGE",
+			return a.printList(cmd.OutOrStdout(), &list, "NAME STATE ROBUSTNESS SIZE USED SHARED IMAGE NODE DEVICE BACKUP AGE",
 				func(o runtime.Object) []string {
 					v := o.(*api.Volume)
 					return []string{v.Name, string(v.Status.State), string(v.Status.Robustness), api.SizeText(v.Spec.Size),
 						api.SizeText(v.Status.Used), api.SizeText(v.Status.Shared), v.Spec.BackingImage, v.Status.AttachedNode,
-						device[v.Name], age(v.CreationTimestamp)}
+						device[v.Name], ageOfText(v.Status.LastBackupAt), age(v.CreationTimestamp)}
 				})
 		},
 	}

@@ -18,7 +18,7 @@ func TestVolumeOfAnImageThatGoes(t *testing.T) {
 	t.Parallel()
 	s := apitest.Start(t)
 	mgr := s.Manager(nil)
-	if err := errors.Join(watch.AddIndexes(mgr), Setup(mgr, s.Log)); err != nil {
+	if err := errors.Join(watch.AddIndexes(mgr), watch.AddBackupIndexes(mgr), Setup(mgr, s.Log)); err != nil {
 		t.Fatal(err)
 	}
 	s.Run(mgr)

@@ -30,6 +30,9 @@ var (
 		[]string{"volume", "state"}, nil)
 	descRobust = prometheus.NewDesc("drover_volume_robustness", "1 for the volume's robustness.",
 		[]string{"volume", "robustness"}, nil)
+	descLastBackup = prometheus.NewDesc("drover_volume_last_backup_at",
+		"Instant of the content of the volume's newest whole backup, in seconds since 1970; 0: there is none.", factLabels,
+		nil)
 )
 
 // setupMetrics puts the planner's metrics into the registry of controller-runtime.
@@ -41,7 +44,7 @@ func setupMetrics(reader client.Reader) (err error) {
 
 // Describe implements prometheus.Collector.
 func (*volumeFacts) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{descCapacity, descActual, descState, descRobust} {
+	for _, d := range []*prometheus.Desc{descCapacity, descActual, descState, descRobust, descLastBackup} {
 		ch <- d
 	}
 }
@@ -62,6 +65,7 @@ func (f *volumeFacts) Collect(ch chan<- prometheus.Metric) {
 		v := &list.Items[i]
 		gauge(descCapacity, float64(v.Status.Size), v.Name)
 		gauge(descActual, float64(v.Status.Used), v.Name)
+		gauge(descLastBackup, api.InstantSeconds(v.Status.LastBackupAt), v.Name)
 		if v.Status.State != "" {
 			gauge(descState, 1, v.Name, string(v.Status.State))
 			gauge(descRobust, 1, v.Name, string(v.Status.Robustness))

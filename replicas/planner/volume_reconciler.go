@@ -47,7 +47,7 @@ type volumeReconciler struct {
 	queue      backlog.Queue              // nil before the reconciler runs
 }
 
-// Setup adds the reconcilers of the controller role to mgr, whose cache has the indexes of api/watch.
+// Setup adds the reconcilers of the controller role to mgr, whose cache has both sets of indexes of api/watch.
 func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 	p := &volumeReconciler{
 		client: mgr.GetClient(), reader: mgr.GetAPIReader(), events: mgr.GetEventRecorder("drover-controller"), log: log,
@@ -90,6 +90,7 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 		Watches(&api.BackingImage{}, handler.EnqueueRequestsFromMapFunc(p.volumesOfImage)).
 		Watches(&api.BackingImage{}, placeable, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
 		Watches(&api.Backup{}, handler.EnqueueRequestsFromMapFunc(standby.standbysOfBackup), watch.Updates(backupChanged)).
+		Watches(&api.Backup{}, handler.EnqueueRequestsFromMapFunc(volumeOfBackup), watch.Updates(backupChanged)).
 		Watches(&api.BackupTarget{}, handler.EnqueueRequestsFromMapFunc(standby.standbys), watch.Updates(targetAnswered)).
 		Watches(&api.Snapshot{}, p.countSnapshots()).
 		Watches(&api.Snapshot{}, handler.EnqueueRequestsFromMapFunc(p.volumesOfSnapshot)).
@@ -108,6 +109,10 @@ func Setup(mgr ctrl.Manager, log *slog.Logger) error {
 
 func volumeOfAttachment(_ context.Context, o client.Object) []reconcile.Request {
 	return watch.Requests(o.(*api.Attachment).Spec.Volume)
+}
+
+func volumeOfBackup(_ context.Context, o client.Object) []reconcile.Request {
+	return watch.Requests(o.(*api.Backup).Spec.Volume)
 }
 
 // replicaEvent wakes the replica's volume, and after a deletion the volumes that wait for room.
@@ -230,6 +235,11 @@ func (p *volumeReconciler) planVolume(ctx context.Context, v *api.Volume) error 
 	}
 	if err := p.prepareObject(ctx, v); err != nil {
 		return err
+	}
+	if !v.FollowsBackups() {
+		if err := describeLastBackup(ctx, p.client, v); err != nil {
+			return err
+		}
 	}
 	switch {
 	case v.Status.UID == "":
