@@ -123,9 +123,11 @@ type CommonBackupStatus struct {
 	// the clock of the backup's source was ahead.
 	StoredAt string `json:"storedAt,omitempty"`
 	// NewlyUploadDataSize is the bytes that the backup added to the store.
-	NewlyUploadDataSize int64             `json:"newlyUploadDataSize,omitempty"`
-	Labels              map[string]string `json:"labels,omitempty"`
-	LastSyncedAt        *metav1.Time      `json:"lastSyncedAt,omitempty"`
+	NewlyUploadDataSize int64 `json:"newlyUploadDataSize,omitempty"`
+	// SkippedBytes are those of BytesDone that the store had already, of a backup that this cluster made.
+	SkippedBytes int64             `json:"skippedBytes,omitempty"`
+	Labels       map[string]string `json:"labels,omitempty"`
+	LastSyncedAt *metav1.Time      `json:"lastSyncedAt,omitempty"`
 	// Damaged says that a verification found bytes of the backup lost or changed in the store.
 	Damaged      bool   `json:"damaged,omitempty"`
 	SizeText     string `json:"sizeText,omitempty"`

@@ -46,6 +46,8 @@ type BackupVolumeStatus struct {
 	BackingImageName     string            `json:"backingImageName,omitempty"`
 	BackingImageChecksum string            `json:"backingImageChecksum,omitempty"`
 	Labels               map[string]string `json:"labels,omitempty"`
+	// StorageClassName is that of the volume's claim when the last backup was made.
+	StorageClassName string `json:"storageClassName,omitempty"`
 	// DataStored is the bytes that these backups added to the store. Other backups may need a part of them.
 	DataStored int64 `json:"dataStored,omitempty"`
 }

@@ -53,14 +53,16 @@ func TestBackupsUploadOnlyChanges(t *testing.T) {
 	hot := w.newBackup("hot", v, 2)
 	w.awaitState(hot, api.BackupCompleted)
 	// One fragment of chunk 1.
-	if n := hot.Status.NewlyUploadDataSize; n < 128<<10 || n > 128<<10+lists || hot.Status.BytesTotal != chunk {
+	if n := hot.Status.NewlyUploadDataSize; n < 128<<10 || n > 128<<10+lists || hot.Status.BytesTotal != chunk ||
+		hot.Status.SkippedBytes != chunk-128<<10 {
 		t.Errorf("the backup of a chunk with fragments uploaded %d bytes: %+v", n, hot.Status)
 	}
 
 	twin := w.newVolume("twin", 12*chunk, map[int64][]byte{0: data})
 	third := w.newBackup("third", twin, 0)
 	w.awaitState(third, api.BackupCompleted)
-	if n := third.Status.NewlyUploadDataSize; n > lists || third.Status.BackupMode != api.BackupFull {
+	if n := third.Status.NewlyUploadDataSize; n > lists || third.Status.BackupMode != api.BackupFull ||
+		third.Status.SkippedBytes != int64(len(data)) {
 		t.Errorf("the backup of known content uploaded %d bytes: %+v", n, third.Status)
 	}
 

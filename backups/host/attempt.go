@@ -117,7 +117,7 @@ func (a *attempt) upload(ctx context.Context, w *work, opened *targets.Opened, o
 	}
 	backupBytes.WithLabelValues("read").Add(float64(result.Read))
 	backupBytes.WithLabelValues("uploaded").Add(float64(result.StoredBytes))
-	w.made.snapshot = result.Snapshot
+	w.made.snapshot, w.made.added = result.Snapshot, result.Added
 	if b, is := a.b.(*api.Backup); is && o.Reread {
 		if err := a.healVolume(ctx, opened, b, src, o.Writer); err != nil {
 			a.log.Warn("damaged backups of the volume cannot be healed", "backup", b.Name, "err", err)

@@ -21,6 +21,7 @@ type completed struct {
 	facts    tags.Facts
 	target   string // URL
 	adopted  bool   // an earlier attempt made the backup
+	added    int64  // bytes of chunks and fragments that the repository lacked
 	note     string // for the user, of a backup that is complete
 }
 
@@ -37,6 +38,7 @@ func setCompleted(b api.StoredBackup, w *work) {
 	st.Message = c.note
 	if !c.adopted {
 		st.BytesDone, st.BytesTotal = w.progress.Bytes()
+		st.SkippedBytes = max(st.BytesDone-c.added, 0)
 	}
 }
 

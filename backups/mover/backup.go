@@ -46,6 +46,7 @@ type Result struct {
 	Snapshot blob.ID
 	Full     bool  // the backup has no base
 	Read     int64 // bytes that Backup read from the source
+	Added    int64 // bytes of chunks and fragments that the repository lacked
 	repo.WriterStats
 }
 
@@ -143,7 +144,7 @@ func attempt(ctx context.Context, r *repo.Repository, src Source, o BackupOption
 	if err := w.Flush(ctx); err != nil {
 		return result, err
 	}
-	result = Result{Full: base == nil, Read: u.read.Load(), WriterStats: w.Stats()}
+	result = Result{Full: base == nil, Read: u.read.Load(), Added: u.added.Load(), WriterStats: w.Stats()}
 	s := o.Snapshot
 	if o.Tags != nil {
 		if s.Tags, err = o.Tags(ctx, result); err != nil {

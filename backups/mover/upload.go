@@ -25,6 +25,7 @@ type upload struct {
 	builder *manifest.Builder
 	buffers chan []byte // one for each worker
 	read    atomic.Int64
+	added   atomic.Int64
 }
 
 // segmentWork is a segment with chunks to store.
@@ -240,7 +241,8 @@ func (u *upload) store(ctx context.Context, c, n int64, old manifest.Chunk) (man
 	case u.o.FragmentSize > 0 && u.base != nil && old.Digest != zeros.Digest:
 		return u.storeFragments(ctx, digest, b)
 	}
-	_, err = u.w.AddKnown(ctx, blob.Data, digest, b)
+	added, err := u.w.AddKnown(ctx, blob.Data, digest, b)
+	u.countAdded(added, len(b))
 	return manifest.Chunk{Digest: digest}, err
 }
 
@@ -269,12 +271,20 @@ func (u *upload) storeFragments(ctx context.Context, digest blob.ID, b []byte) (
 	c := manifest.Chunk{Digest: digest, FragmentSize: u.o.FragmentSize}
 	for len(b) > 0 {
 		n := min(u.o.FragmentSize, len(b))
-		id, _, err := u.w.Add(ctx, blob.Data, b[:n])
+		id, added, err := u.w.Add(ctx, blob.Data, b[:n])
 		if err != nil {
 			return c, err
 		}
+		u.countAdded(added, n)
 		c.Fragments = append(c.Fragments, id)
 		b = b[n:]
 	}
 	return c, nil
+}
+
+// countAdded counts n bytes that the repository lacked, if the Writer added them.
+func (u *upload) countAdded(added bool, n int) {
+	if added {
+		u.added.Add(int64(n))
+	}
 }

@@ -153,6 +153,9 @@ func summarizeBackups(backups []*api.Backup) (s api.BackupVolumeStatus) {
 		x := &last.Status
 		s.LastBackupName, s.LastBackupAt, s.Size = last.Name, x.SnapshotCreatedAt, x.VolumeSize
 		s.SizeText, s.Labels = api.SizeText(x.VolumeSize), x.Labels
+		if r := x.RecordedVolume; r != nil {
+			s.StorageClassName = r.StorageClassName
+		}
 		s.BackingImageName, s.BackingImageChecksum = x.VolumeBackingImageName, x.VolumeBackingImageChecksum
 	}
 	return s

@@ -228,6 +228,8 @@ func TestBackupVolumeMirrorsBackups(t *testing.T) {
 		w.complete(b)
 		apitest.EditStatus(w.Server, b, func(b *api.Backup) {
 			b.Status.VolumeSize, b.Status.NewlyUploadDataSize = int64(i+1)<<20, 5
+			b.Status.RecordedVolume = &api.RecordedVolume{StorageClassName: "fast"}
+			b.Status.URL = api.BackupURL("file:///srv/t", b.Name, "v")
 			b.Status.BackupCreatedAt = "2026-01-0" + string(rune('2'-i)) + "T00:00:00Z"
 		})
 		made = append(made, b)
@@ -239,8 +241,15 @@ func TestBackupVolumeMirrorsBackups(t *testing.T) {
 	}
 	await("sums up two backups", func(m *api.BackupVolume) bool {
 		s := m.Status
-		return s.Backups == 2 && s.LastBackupName == "of-s2" && s.Size == 2<<20 && s.DataStored == 10 &&
+		return s.Backups == 2 && s.StorageClassName == "fast" && s.LastBackupName == "of-s2" && s.Size == 2<<20 &&
+			s.DataStored == 10 &&
 			s.CreatedAt == "2026-01-01T00:00:00Z" && s.LastBackupAt == made[1].Status.SnapshotCreatedAt
+	})
+	mustHaveMetrics(t, map[string]float64{
+		`drover_backup_last_at{target="t",volume="v"}`:                  float64(made[1].CutAt().Unix()),
+		`drover_backup_state{state="Completed",target="t",volume="v"}`:  1,
+		`drover_backup_actual_size_bytes{target="t",volume="v"}`:        10,
+		`drover_backup_last_at{target="t",volume="of-another-cluster"}`: -1,
 	})
 	w.Delete(made[1])
 	await("sums up one backup", func(m *api.BackupVolume) bool {
