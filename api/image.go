@@ -100,6 +100,17 @@ const (
 	SecretDocker   = ".dockerconfigjson" // accounts of registries
 )
 
+// ConditionStalled is True on a BackingImage, and on the Volume of a hidden image, while reads of chunks that no node
+// has wait for the store of the backup; the message says why. With progress the condition is False, and the end of the
+// restore removes it.
+const ConditionStalled = "HydrationStalled"
+
+// Reasons of ConditionStalled.
+const (
+	ReasonReadsWait = "ReadsWait"
+	ReasonHydrating = "Hydrating"
+)
+
 // BackingImageStatus is the fact.
 type BackingImageStatus struct {
 	// UUID exists before any byte is written, and tells this image from an older one of the same name.

@@ -497,7 +497,8 @@ func (r *imageReconciler) writeStatus(ctx context.Context, img *api.BackingImage
 	for _, tell := range []struct {
 		kind, action string
 		status       metav1.ConditionStatus
-	}{{ConditionInUse, "Delete", metav1.ConditionTrue}, {ConditionEviction, "Evict", metav1.ConditionFalse}} {
+	}{{ConditionInUse, "Delete", metav1.ConditionTrue}, {ConditionEviction, "Evict", metav1.ConditionFalse},
+		{api.ConditionStalled, "Restore", metav1.ConditionTrue}} {
 		was, is := meta.FindStatusCondition(before.Conditions, tell.kind), meta.FindStatusCondition(s.Conditions, tell.kind)
 		if is != nil && is.Status == tell.status && is.Reason != "Moving" && (was == nil || was.Message != is.Message) {
 			r.events.Eventf(img, nil, corev1.EventTypeWarning, is.Reason, tell.action, "%s", is.Message)

@@ -21,7 +21,7 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 	s := *img.Status.DeepCopy()
 	s.Copies, s.ReadyCopies, s.Progress, s.Message, s.State = nil, 0, 0, p.problem, ""
 	s.Readable = false
-	var worst string
+	var worst, stalled string
 	for i := range v.copies {
 		c := &v.copies[i]
 		if c.Spec.UUID != s.UUID {
@@ -58,6 +58,9 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 		if st == api.ImageFailed || st == api.ImageUnknown || c.Status.Readable && message != "" {
 			worst = message // of a readable copy: why reads wait
 		}
+		if c.Status.Readable && st != api.ImageReady && st != api.ImageUnknown {
+			stalled = message
+		}
 		if st == api.ImageReady {
 			s.ReadyCopies++
 			s.Format, s.Checksum, s.Digest = c.Status.Format, c.Status.Checksum, c.Status.Digest
@@ -84,7 +87,20 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 		s.SizeText, s.VirtualSizeText = api.SizeText(s.Size), api.SizeText(s.VirtualSize)
 	}
 	setConditions(img, v, p, &s)
+	setStallCondition(&s, stalled, img.Generation)
 	return s
+}
+
+// setStallCondition says why reads of a restored image wait; why is empty while none does.
+func setStallCondition(s *api.BackingImageStatus, why string, generation int64) {
+	switch {
+	case !s.Readable:
+		meta.RemoveStatusCondition(&s.Conditions, api.ConditionStalled)
+	case why != "":
+		api.SetCondition(&s.Conditions, generation, api.ConditionStalled, true, api.ReasonReadsWait, api.ClipMessage(why))
+	case meta.FindStatusCondition(s.Conditions, api.ConditionStalled) != nil:
+		api.SetCondition(&s.Conditions, generation, api.ConditionStalled, false, api.ReasonHydrating, "")
+	}
 }
 
 // summarizeImage describes a ready image.

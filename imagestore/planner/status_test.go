@@ -46,7 +46,8 @@ func TestTooFewCopiesAreCounted(t *testing.T) {
 	}
 }
 
-// TestImageSaysWhyReadsWait: the image of a backup that cannot be read now says so, and stays readable.
+// TestImageSaysWhyReadsWait: the image of a backup that cannot be read now says so, also by a condition, and stays
+// readable. Progress ends the condition, and the end of the restore removes it.
 func TestImageSaysWhyReadsWait(t *testing.T) {
 	c := on("n1", "a", api.ImageInProgress, "", 1)
 	c.Status.Readable, c.Status.Digest, c.Status.Message = true, "c0ffee", "the store is away"
@@ -56,6 +57,19 @@ func TestImageSaysWhyReadsWait(t *testing.T) {
 	if s := describeImage(img, v, copyPlan{}); s.Message != "the store is away" || !s.Readable {
 		t.Errorf("the image says %q, readable: %v", s.Message, s.Readable)
 	}
+	expect := func(what string, status metav1.ConditionStatus, message string) {
+		t.Helper()
+		img.Status = describeImage(img, v, copyPlan{})
+		c := meta.FindStatusCondition(img.Status.Conditions, api.ConditionStalled)
+		if c == nil && status != "" || c != nil && (c.Status != status || c.Message != message) {
+			t.Errorf("%s: %+v, want %q", what, c, status)
+		}
+	}
+	expect("stalled", metav1.ConditionTrue, "the store is away")
+	v.copies[0].Status.Message = ""
+	expect("progress", metav1.ConditionFalse, "")
+	v.copies[0].Status.State = api.ImageReady
+	expect("ready", "", "")
 }
 
 // TestWaitingRestoreCountsNoTries: the message of a restore that waits for its store names no next try.

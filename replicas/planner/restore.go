@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -176,12 +177,23 @@ func growSpec(ctx context.Context, c client.Client, v *api.Volume, size int64) e
 func describeRestore(v *api.Volume, img *api.BackingImage) {
 	st, from := v.Status.RestoreStatus, &img.Status
 	st.State, st.Progress, st.Message = api.CloneInitiated, from.Progress, from.Message
+	describeStall(v, from)
 	switch from.State {
 	case api.ImageFailed:
 		st.State = api.CloneFailed
 	case api.ImageReady:
 		st.Progress, st.Message = 100, ""
 	}
+}
+
+// describeStall copies the hidden image's condition for waiting reads; without one, nothing waits.
+func describeStall(v *api.Volume, from *api.BackingImageStatus) {
+	c := meta.FindStatusCondition(from.Conditions, api.ConditionStalled)
+	if c == nil {
+		meta.RemoveStatusCondition(&v.Status.Conditions, api.ConditionStalled)
+		return
+	}
+	setCondition(v, api.ConditionStalled, c.Status == metav1.ConditionTrue, c.Reason, c.Message)
 }
 
 // finishRestore deletes the hidden image of a volume when every replica has the image's layer on its own disk.
@@ -197,6 +209,8 @@ func (p *volumeReconciler) finishRestore(ctx context.Context, v *api.Volume, min
 	v.Status.RestoreStatus = beginRestore(v)
 	if img != nil {
 		describeRestore(v, img)
+	} else {
+		describeStall(v, &api.BackingImageStatus{})
 	}
 	st := v.Status.RestoreStatus
 	for i := range mine {

@@ -3,6 +3,8 @@ package planner
 import (
 	"testing"
 
+	"k8s.io/apimachinery/pkg/api/meta"
+
 	"drover.io/drover/api"
 )
 
@@ -35,6 +37,24 @@ func TestReplicaHoldsItsHiddenImage(t *testing.T) {
 		if got := holdsRestored(v, r, img); got != c.want {
 			t.Errorf("%s: %v", c.what, got)
 		}
+	}
+}
+
+// TestVolumeSaysThatReadsWait: a volume has the condition of its hidden image, and none without the image.
+func TestVolumeSaysThatReadsWait(t *testing.T) {
+	v := &api.Volume{Status: api.VolumeStatus{RestoreStatus: &api.RestoreStatus{}}}
+	img := &api.BackingImage{}
+	for _, stalled := range []bool{true, false} {
+		api.SetCondition(&img.Status.Conditions, 1, api.ConditionStalled, stalled, api.ReasonReadsWait, "the store is away")
+		describeRestore(v, img)
+		if meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionStalled) != stalled {
+			t.Errorf("stalled %v: %+v", stalled, v.Status.Conditions)
+		}
+	}
+	img.Status.Conditions = nil
+	describeRestore(v, img)
+	if len(v.Status.Conditions) > 0 {
+		t.Errorf("after the restore: %+v", v.Status.Conditions)
 	}
 }
 

@@ -81,16 +81,18 @@ func (p *volumeReconciler) describeSnapshotCount(ctx context.Context, v *api.Vol
 
 // reportChanges emits events for changed conditions.
 func (p *volumeReconciler) reportChanges(old, v *api.Volume) {
-	for _, kind := range []string{api.ConditionTooMany, api.ConditionMerged} {
+	for _, kind := range []string{api.ConditionTooMany, api.ConditionMerged, api.ConditionStalled} {
 		c := meta.FindStatusCondition(v.Status.Conditions, kind)
 		was := meta.FindStatusCondition(old.Status.Conditions, kind)
 		if c == nil || was != nil && was.Status == c.Status {
 			continue
 		}
 		switch {
-		case (c.Status == "True") == (kind == api.ConditionTooMany):
+		case (c.Status == "True") == (kind != api.ConditionMerged):
 			p.events.Eventf(v, nil, "Warning", c.Reason, "Watch", "%s", c.Message)
 		case was == nil:
+		case kind == api.ConditionStalled:
+			p.events.Eventf(v, nil, "Normal", c.Reason, "Watch", "the restore of the volume continues")
 		case kind == api.ConditionTooMany:
 			p.events.Eventf(v, nil, "Normal", "FewerSnapshots", "Watch", "the volume has no longer too many snapshots")
 		default:
