@@ -21,6 +21,7 @@ const DefaultBackupTarget = "default"
 // +kubebuilder:printcolumn:name="Available",type=boolean,JSONPath=`.status.available`
 // +kubebuilder:printcolumn:name="Encrypted",type=boolean,JSONPath=`.status.encrypted`
 // +kubebuilder:printcolumn:name="Backups",type=integer,JSONPath=`.status.backups`
+// +kubebuilder:printcolumn:name="Used",type=string,JSONPath=`.status.usage.usedText`
 // +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.status.ownerID`
 // +kubebuilder:printcolumn:name="Synced",type=date,JSONPath=`.status.lastSyncedAt`
 // +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`,priority=1
@@ -52,6 +53,12 @@ type BackupTargetSpec struct {
 	// MaxDownloadRate bounds what each node reads from the store, in bytes per second; 0: no bound.
 	// +kubebuilder:validation:Minimum=0
 	MaxDownloadRate int64 `json:"maxDownloadRate,omitempty"`
+	// SweepThreshold is the percentage of a pack's bytes in use below which a sweep copies the rest of the pack elsewhere
+	// and deletes the pack. A higher one frees more space, and reads and writes more.
+	// +kubebuilder:default=60
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=100
+	SweepThreshold int32 `json:"sweepThreshold,omitempty"`
 	// VerifyInterval is the time in which the whole repository is read and compared once, in small parts; 0s: only when
 	// VerifyRequestedAt changes.
 	// +kubebuilder:default="720h0m0s"
@@ -130,6 +137,28 @@ const (
 	ReasonCountBounded   = "CountBounded"
 )
 
+// ConditionSweepFailed is True on a BackupTarget while no sweep can free the space of deleted backups, for a reason
+// that only a person can end.
+const ConditionSweepFailed = "SweepFailed"
+
+// Reasons of ConditionSweepFailed.
+const (
+	ReasonSweepNotPermitted = "NotPermitted" // the credentials permit no deletion
+	ReasonSweepFailed       = "Failed"
+	ReasonSwept             = "Swept"
+)
+
+// ConditionLocked is True on a BackupTarget while the lock of another program, or of another cluster, delays a sweep or
+// a deletion; the message names the holder.
+const ConditionLocked = "Locked"
+
+// Reasons of ConditionLocked.
+const (
+	ReasonSweepWaits    = "SweepWaits"
+	ReasonDeletionWaits = "DeletionWaits"
+	ReasonNotLocked     = "NotLocked"
+)
+
 // Reasons of ConditionDamaged.
 const (
 	ReasonBackupsDamaged = "BackupsDamaged"
@@ -167,6 +196,7 @@ type BackupTargetStatus struct {
 	// backups.
 	Encrypted    bool         `json:"encrypted,omitempty"`
 	Backups      int32        `json:"backups,omitempty"` // in the store, of all clusters
+	Usage        *UsageFact   `json:"usage,omitempty"`
 	LastSyncedAt *metav1.Time `json:"lastSyncedAt,omitempty"`
 	// SyncedRequest is the last SyncRequestedAt that was followed.
 	SyncedRequest *metav1.Time `json:"syncedRequest,omitempty"`
@@ -179,6 +209,17 @@ type BackupTargetStatus struct {
 	Locks          *LocksFact         `json:"locks,omitempty"`
 	KeyFile        *KeyFileFact       `json:"keyFile,omitempty"`
 	Conditions     []metav1.Condition `json:"conditions,omitempty"`
+}
+
+// UsageFact says how much a repository has, by its index, after a sweep or at a visit.
+type UsageFact struct {
+	At metav1.Time `json:"at"`
+	// UsedBytes is the size of all chunks and lists of the repository in the store; UniqueBytes the same, with each one
+	// that the store has several times counted once. Both have the data of deleted backups until the next sweep.
+	UsedBytes   int64 `json:"usedBytes,omitempty"`
+	UniqueBytes int64 `json:"uniqueBytes,omitempty"`
+	// UsedText is UsedBytes for people.
+	UsedText string `json:"usedText,omitempty"`
 }
 
 // ListedLocks bounds LocksFact.Locks.

@@ -499,7 +499,7 @@ func (b *bench) sweep(ctx context.Context, folder string) error {
 		return err
 	}
 	b.addFigure("backup-sweep", "deletion to free space", time.Since(began).Seconds(), "s", "", 0,
-		"a sweep waits a minute for further deletions")
+		"a sweep waits 30 s for further deletions")
 	b.addFigure("backup-sweep-freed", "bytes", float64(before-after)/1e6, "MB", "in the store", float64(before)/1e6,
 		t.Status.LastSweep.Message)
 	return nil

@@ -267,18 +267,33 @@ func (r *Repository) checkLock(ctx context.Context, f namedFile, own target.Obje
 	other, err := r.readLock(ctx, f)
 	switch {
 	case api.Is(err, api.Corrupt), api.Is(err, api.Unsupported):
-		return api.Errorf(api.Busy, "repository %.8s: lock %.8s cannot be read, and may be exclusive: %w; "+
+		return lockedf("repository %.8s: lock %.8s cannot be read, and may be exclusive: %w; "+
 			"delete the object %s if no program uses the repository", r.ID(), f.id, err, f.Name)
 	case err != nil:
 		return api.Errorf(api.KindOf(err), "repository %.8s: lock %.8s: %w", r.ID(), f.id, err)
 	case other.Exclusive:
-		return api.Errorf(api.Busy, "repository %.8s: %s holds the repository exclusively: %s; "+
+		return lockedf("repository %.8s: %s holds the repository exclusively: %s; "+
 			"wait, or run `restic unlock` if the holder is dead", r.ID(), other.holder(), f.Name)
 	case mode == Exclusive, mode == Sweeping && other.Sweep:
-		return api.Errorf(api.Busy, "repository %.8s: %s uses the repository: %s; "+
+		return lockedf("repository %.8s: %s uses the repository: %s; "+
 			"wait, or run `restic unlock` if the holder is dead", r.ID(), other.holder(), f.Name)
 	}
 	return nil
+}
+
+// lockedError says that the lock of another session delays a session; the text names the holder.
+type lockedError struct{ error }
+
+func (e lockedError) Unwrap() error { return e.error }
+
+// IsLocked reports whether another session's lock is the cause of err, which has the kind Busy.
+func IsLocked(err error) bool {
+	var locked lockedError
+	return errors.As(err, &locked)
+}
+
+func lockedf(format string, args ...any) error {
+	return lockedError{api.Errorf(api.Busy, format, args...)}
 }
 
 func (r *Repository) readLock(ctx context.Context, f namedFile) (l lockFile, err error) {

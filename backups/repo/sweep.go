@@ -152,7 +152,7 @@ func (s *sweep) hide(ctx context.Context) (hidden map[blob.ID]struct{}, err erro
 	}
 	for _, other := range v.sessions {
 		if !other.drover {
-			return nil, api.Errorf(api.Busy, "%s uses the repository; try again later", other.holder)
+			return nil, lockedf("%s uses the repository; try again later", other.holder)
 		}
 	}
 	changes, err := s.plan(ctx, v)

@@ -138,6 +138,43 @@ func listed(t testing.TB, r *Repository) (ids []blob.ID) {
 	return ids
 }
 
+// TestUsageFollowsTheIndex: the usage of a repository is the size of its blobs, without those of hidden packs, and a
+// blob that two packs have is unique once.
+func TestUsageFollowsTheIndex(t *testing.T) {
+	store := newMemoryStore()
+	r := newRepository(t, store)
+	usage := func(what string) Usage {
+		t.Helper()
+		u, err := r.Usage(t.Context())
+		must(t, err)
+		if packs := store.bytesOf(dataFolder); u.StoredBytes > packs || u.StoredBytes < packs*9/10 {
+			t.Errorf("%s: %+v, and the packs have %d bytes", what, u, packs)
+		}
+		return u
+	}
+	if u := usage("empty"); u != (Usage{}) {
+		t.Errorf("an empty repository: %+v", u)
+	}
+	first := saveFiles(t, r, 20_000, numbers(0, 100)...)
+	one := usage("one backup")
+	// Two sessions that do not see each other's blobs store the same ones.
+	other := openRepository(t, store)
+	blobs := loadIndex(t, other)
+	saveFiles(t, r, 20_000, numbers(100, 150)...)
+	w := newWriter(t, blobs, WriterOptions{PackSize: 20_000})
+	addBlobs(t, w, 100, 150)
+	must(t, w.Flush(t.Context()))
+	if u := usage("repeated"); u.UniqueBytes >= u.StoredBytes || u.UniqueBytes <= one.UniqueBytes {
+		t.Errorf("repeated blobs: %+v, before %+v", u, one)
+	}
+	must(t, w.Close())
+	must(t, r.DeleteSnapshots(t.Context(), first.ID))
+	mustSweep(t, r)
+	if u := usage("swept"); u.UniqueBytes >= one.UniqueBytes {
+		t.Errorf("swept: %+v, before %+v", u, one)
+	}
+}
+
 // TestSweepLeavesARunningSessionAlone: the packs of a session that runs, indexed or not, stay, although no snapshot
 // needs them; the sweep deletes garbage after the session has ended, and the session's snapshot is whole.
 func TestSweepLeavesARunningSessionAlone(t *testing.T) {

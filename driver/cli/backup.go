@@ -354,7 +354,7 @@ func (a *app) backupDelete() *cobra.Command {
 	c := &cobra.Command{
 		Use: "delete NAME...", Short: "Delete backups, also in the store", Aliases: []string{"rm"},
 		Long: "Deletes backups, also in the store; a backup in progress ends. Other backups and the volume stay. The\n" +
-			"space in the store comes back with the next sweep, a minute later or after the backups in progress.\n" +
+			"space in the store comes back with the next sweep, half a minute later or after the backups in progress.\n" +
 			"--image deletes backups of images, unless a backup of a volume with the image exists in the target.",
 		Args: checkArgs(cobra.MinimumNArgs(1)), ValidArgsFunction: a.completeNames(backups, false),
 		RunE: func(cmd *cobra.Command, left []string) error {

@@ -355,10 +355,18 @@ func describeTarget(w io.Writer, t *api.BackupTarget) {
 		"Message", s.Message, "Format", s.Format, "Encrypted", encrypted, "Secret", secret, "Read-only",
 		fmt.Sprint(t.ExplainReadOnly() != ""), "Upload limit", someRate(t.Spec.MaxUploadRate),
 		"Download limit", someRate(t.Spec.MaxDownloadRate),
-		"Searched", searched, "Backups", fmt.Sprint(s.Backups), "Sweep", sweepText(&s), "Verified",
-		verificationText(s.Verification), "Repository", s.RepositoryID,
+		"Searched", searched, "Backups", fmt.Sprint(s.Backups), "Used", usageText(s.Usage), "Sweep", sweepText(&s),
+		"Verified", verificationText(s.Verification), "Repository", s.RepositoryID,
 		"Node", s.OwnerID)
 	printConditions(w, s.Conditions)
+}
+
+// usageText says how much the store has.
+func usageText(u *api.UsageFact) string {
+	if u == nil {
+		return ""
+	}
+	return fmt.Sprintf("%s, %s without repeated chunks", u.UsedText, api.SizeText(u.UniqueBytes))
 }
 
 // sweepText says whether the space of deleted backups is free, and how the last sweep ended.

@@ -2,10 +2,13 @@ package targets
 
 import (
 	"context"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
@@ -46,6 +49,9 @@ func TestDeletionFreesSpace(t *testing.T) {
 	}
 	if after := s.bytes(); before-after < 6<<20 || st.LastSweep.FreedBytes < 6<<20 || st.LastSweep.Message != "" {
 		t.Errorf("%d bytes before, %d after; %+v", before, after, st.LastSweep)
+	}
+	if u := st.Usage; u == nil || u.UniqueBytes < 1<<20 || u.UniqueBytes > u.UsedBytes || u.UsedBytes > s.bytes() {
+		t.Errorf("the use after the sweep: %+v, and the store has %d bytes", u, s.bytes())
 	}
 	w.clock.advance(time.Minute)
 	if st := deletes("kept").Status; s.bytes() > 1<<16 || st.LastSweep.FreedBytes < 1<<20 || st.LastSweep.Message != "" {
@@ -183,6 +189,16 @@ func TestSweepWaitsForSessions(t *testing.T) {
 	w.awaitTarget("default", "waiting", func(b *api.BackupTarget) bool {
 		return b.Status.LastSweep != nil && strings.Contains(b.Status.LastSweep.Message, "elsewhere")
 	})
+	locked := w.awaitTarget("default", "locked", func(b *api.BackupTarget) bool {
+		return meta.IsStatusConditionTrue(b.Status.Conditions, api.ConditionLocked)
+	})
+	if c := meta.FindStatusCondition(locked.Status.Conditions, api.ConditionLocked); c.Reason != api.ReasonSweepWaits ||
+		!strings.Contains(c.Message, "elsewhere") {
+		t.Errorf("the condition does not name the holder: %+v", c)
+	}
+	if note := w.awaitEvent("RepositoryLocked"); !strings.Contains(note, "elsewhere") {
+		t.Errorf("event: %s", note)
+	}
 	must(t, busy.Close(w.Ctx))
 
 	running, err := s.r.Lock(w.Ctx, repo.Shared)
@@ -210,10 +226,51 @@ func TestSweepWaitsForSessions(t *testing.T) {
 	}
 	w.hooks.set(nil)
 	must(t, running.Close(w.Ctx))
-	w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.SweepRequested == nil })
+	swept := w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.SweepRequested == nil })
+	if meta.IsStatusConditionTrue(swept.Status.Conditions, api.ConditionLocked) {
+		t.Errorf("locked after the sweep: %+v", swept.Status.Conditions)
+	}
 	if after := s.bytes(); before-after < 3<<20 {
 		t.Errorf("%d bytes, before %d", after, before)
 	}
+}
+
+// TestSweepWithoutPermissionIsReported: a store that permits no deletion makes a condition and an event; the first
+// sweep that succeeds ends the condition.
+func TestSweepWithoutPermissionIsReported(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	s.save(1<<20, factsOf("kept").Tags()...)
+	s.save(1<<20, factsOf("b").Tags()...)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	w.hooks.set(func(_ context.Context, operation, name string) error {
+		if operation == "delete" && strings.HasPrefix(name, "locks/") {
+			return api.Errorf(api.Denied, "s3:DeleteObject is not granted")
+		}
+		return nil
+	})
+	w.Delete(w.backups()["b"])
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("b")}, &api.BackupList{})
+	w.clock.advance(time.Minute)
+	w.wake("default")
+	failed := w.awaitTarget("default", "not swept", func(b *api.BackupTarget) bool {
+		return meta.IsStatusConditionTrue(b.Status.Conditions, api.ConditionSweepFailed)
+	})
+	if c := meta.FindStatusCondition(failed.Status.Conditions, api.ConditionSweepFailed); c.Reason !=
+		api.ReasonSweepNotPermitted || !strings.Contains(c.Message, "not granted") {
+		t.Errorf("%+v", c)
+	}
+	if note := w.awaitEvent("SweepFailed"); !strings.Contains(note, "not granted") {
+		t.Errorf("event: %s", note)
+	}
+	w.hooks.set(nil)
+	must(t, os.RemoveAll(filepath.Join(s.dir, "locks"))) // the lock of the sweep stayed, and becomes stale in half an hour
+	w.clock.advance(2 * time.Hour)
+	w.wake("default")
+	w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool {
+		return meta.IsStatusConditionFalse(b.Status.Conditions, api.ConditionSweepFailed)
+	})
 }
 
 // TestNewDeletionOutlivesTheSweep: a deletion during a sweep asks for another sweep.

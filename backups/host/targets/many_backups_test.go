@@ -11,7 +11,8 @@ import (
 )
 
 // TestManyBackupsAreListed: a cluster that is pointed at a store makes a Backup with a status for each of its backups,
-// once, also where the backups of several volumes have one name. The log has the time: DROVER_BACKUPS=10000 measures it.
+// once, also where the backups of several volumes have one name. The log has the time; DROVER_BACKUPS=10000 measures
+// ten thousand.
 func TestManyBackupsAreListed(t *testing.T) {
 	n := suite.Count(t, "DROVER_BACKUPS", 300, 10_000)
 	s := newShelf(t, api.PublishedPassword)

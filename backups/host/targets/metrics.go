@@ -3,6 +3,8 @@ package targets
 import (
 	"github.com/prometheus/client_golang/prometheus"
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
+
+	"drover.io/drover/api"
 )
 
 var (
@@ -15,6 +17,22 @@ var (
 	damagedBlobs = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backup_target_damaged_blobs",
 		Help: "Blobs that backups need and that the store lost or changed, by the last verification of this node."},
 		[]string{"target"})
+	usedBytes = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backup_target_used_bytes",
+		Help: "Bytes of all chunks and lists in the repository of a backup target, by the node that looks after the target."},
+		[]string{"target"})
+	uniqueBytes = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backup_target_unique_bytes",
+		Help: "drover_backup_target_used_bytes, with chunks that the store has several times counted once."},
+		[]string{"target"})
 )
 
-func init() { metrics.Registry.MustRegister(targetAvailable, sweptBytes, verifiedBytes, damagedBlobs) }
+func init() {
+	metrics.Registry.MustRegister(targetAvailable, sweptBytes, verifiedBytes, damagedBlobs, usedBytes, uniqueBytes)
+}
+
+// setUsage sets the gauges of a target's use.
+func setUsage(t *api.BackupTarget) {
+	if u := t.Status.Usage; u != nil {
+		usedBytes.WithLabelValues(t.Name).Set(float64(u.UsedBytes))
+		uniqueBytes.WithLabelValues(t.Name).Set(float64(u.UniqueBytes))
+	}
+}

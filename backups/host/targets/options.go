@@ -25,7 +25,7 @@ type Options struct {
 	Retry time.Duration
 	// Confirm is the least interval between two lists that agree on the loss of a backup; 1 min.
 	Confirm time.Duration
-	// SweepDelay is how long a sweep waits for further deletions; 1 min.
+	// SweepDelay is how long a sweep waits for further deletions; 30 s.
 	SweepDelay time.Duration
 	// SweepPoll is the interval of a sweep between two looks at the sessions that the sweep waits for; 5 s.
 	SweepPoll time.Duration
@@ -75,7 +75,10 @@ func (o Options) withDefaults() Options {
 	if o.VerifyRate <= 0 {
 		o.VerifyRate = 64 << 20
 	}
-	for _, d := range []*time.Duration{&o.Retry, &o.Confirm, &o.SweepDelay, &o.RecheckDelay} {
+	if o.SweepDelay <= 0 {
+		o.SweepDelay = 30 * time.Second
+	}
+	for _, d := range []*time.Duration{&o.Retry, &o.Confirm, &o.RecheckDelay} {
 		if *d <= 0 {
 			*d = time.Minute
 		}

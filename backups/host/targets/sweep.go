@@ -5,6 +5,7 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -18,7 +19,18 @@ import (
 type sweepResult struct {
 	request metav1.Time // SweepRequested at the start
 	stats   repo.SweepStats
+	usage   *api.UsageFact // nil: not known
 	err     error
+}
+
+// measureUsage adds up the index of a repository.
+func measureUsage(ctx context.Context, r *repo.Repository, now time.Time) (*api.UsageFact, error) {
+	u, err := r.Usage(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return &api.UsageFact{At: metav1.NewTime(now), UsedBytes: u.StoredBytes, UniqueBytes: u.UniqueBytes,
+		UsedText: api.SizeText(u.StoredBytes)}, nil
 }
 
 // withRepository calls do with the repository of a target, which it opens from the store: the repository in use by
@@ -48,7 +60,7 @@ func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
 func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, o Options) sweepResult {
 	result := sweepResult{request: *t.Status.SweepRequested}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) error {
-		options := repo.SweepOptions{Poll: o.SweepPoll, Writer: smallWriter}
+		options := repo.SweepOptions{Poll: o.SweepPoll, Threshold: int(t.Spec.SweepThreshold), Writer: smallWriter}
 		backups, err := backupsOf(ctx, r.live, t.Name)
 		if err != nil {
 			return err
@@ -65,8 +77,13 @@ func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, o Options
 			}
 			options.Empty = len(files) == 0
 		}
-		result.stats, err = opened.Sweep(ctx, options)
-		return err
+		if result.stats, err = opened.Sweep(ctx, options); err != nil {
+			return err
+		}
+		if result.usage, err = measureUsage(ctx, opened, o.Now()); err != nil { // a visit measures again
+			r.log.Warn("the use of a swept backup target is not known", "target", t.Name, "err", err)
+		}
+		return nil
 	})
 	return result
 }

@@ -128,6 +128,8 @@ func (r *targetReconciler) forgetTarget(name string, deleted bool) {
 	r.mu.Unlock()
 	targetAvailable.DeleteLabelValues(name)
 	damagedBlobs.DeleteLabelValues(name)
+	usedBytes.DeleteLabelValues(name)
+	uniqueBytes.DeleteLabelValues(name)
 	if rec != nil {
 		rec.stop()
 	}
@@ -147,7 +149,7 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 		rec.applyVisit(t, r.node, now)
 	}
 	if deleted {
-		rec.applyDeletion(backups, r.opts.Retry, now)
+		rec.applyDeletion(t, backups, r.opts.Retry, now)
 	}
 	if swept {
 		rec.applySweep(t, now)
@@ -178,6 +180,9 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 		r.reportVisit(t, before, &rec.visit.result)
 		rec.visit = nil
 	}
+	if deleted || swept {
+		r.reportConditions(t, before)
+	}
 	if deleted {
 		rec.deletion = nil
 	}
@@ -203,6 +208,7 @@ func (r *targetReconciler) reportVisit(t *api.BackupTarget, before *api.BackupTa
 		available = 1
 	}
 	targetAvailable.WithLabelValues(t.Name).Set(available)
+	setUsage(t)
 	if v := t.Status.Verification; v != nil { // by the former owner, too
 		damagedBlobs.WithLabelValues(t.Name).Set(float64(v.DamagedBlobs))
 	}
@@ -236,9 +242,22 @@ func (r *targetReconciler) reportVisit(t *api.BackupTarget, before *api.BackupTa
 	}
 }
 
+// reportConditions emits an event for each condition of sweeps and deletions that became True or has another reason.
+func (r *targetReconciler) reportConditions(t *api.BackupTarget, before *api.BackupTargetStatus) {
+	for _, of := range []struct{ condition, event string }{{api.ConditionSweepFailed, "SweepFailed"},
+		{api.ConditionLocked, "RepositoryLocked"}} {
+		was := meta.FindStatusCondition(before.Conditions, of.condition)
+		is := meta.FindStatusCondition(t.Status.Conditions, of.condition)
+		if is != nil && is.Status == metav1.ConditionTrue && (was == nil || was.Reason != is.Reason) {
+			r.events.Eventf(t, nil, corev1.EventTypeWarning, of.event, "Sweep", "%s: %s", is.Reason, is.Message)
+		}
+	}
+}
+
 // reportSweep reports a sweep whose result is in the status.
 func (r *targetReconciler) reportSweep(t *api.BackupTarget, s *sweepResult) {
 	sweptBytes.WithLabelValues(t.Name).Add(float64(s.stats.FreedBytes))
+	setUsage(t)
 	if s.err != nil {
 		r.log.Warn("the sweep of a backup target failed", "target", t.Name, "err", s.err)
 		return

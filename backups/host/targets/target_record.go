@@ -5,10 +5,12 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 )
 
@@ -168,6 +170,9 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 		until := metav1.NewTime(now.Add(keyFileTime).Truncate(time.Second))
 		st.KeyFile, v.keyFile.ShownUntil = v.keyFile, &until
 	}
+	if v.usage != nil {
+		st.Usage = v.usage
+	}
 	if v.listed {
 		applyCount(t, v)
 		synced := metav1.NewTime(v.listedAt)
@@ -226,8 +231,10 @@ func (rec *targetRecord) claimRepository(st *api.BackupTargetStatus, node string
 }
 
 // applyDeletion records the result of a deletion.
-func (rec *targetRecord) applyDeletion(backups []api.StoredBackup, retry time.Duration, now time.Time) {
+func (rec *targetRecord) applyDeletion(t *api.BackupTarget, backups []api.StoredBackup, retry time.Duration,
+	now time.Time) {
 	d := &rec.deletion.result
+	applyLock(t, api.ReasonDeletionWaits, d.err)
 	if d.err != nil {
 		rec.deleteAgain, rec.deleteMessage = now.Add(retry), d.err.Error()
 		return
@@ -275,4 +282,31 @@ func (rec *targetRecord) applySweep(t *api.BackupTarget, now time.Time) {
 		fact.Message = api.ClipMessage(s.err.Error())
 	}
 	st.LastSweep = fact
+	if s.usage != nil {
+		st.Usage = s.usage
+	}
+	applyLock(t, api.ReasonSweepWaits, s.err)
+	switch {
+	case s.err == nil:
+		api.SetCondition(&st.Conditions, t.Generation, api.ConditionSweepFailed, false, api.ReasonSwept, "")
+	case api.Is(s.err, api.Denied):
+		api.SetCondition(&st.Conditions, t.Generation, api.ConditionSweepFailed, true, api.ReasonSweepNotPermitted,
+			fact.Message+"; permit deletions, or set readOnly to true")
+	case !isPassing(s.err):
+		api.SetCondition(&st.Conditions, t.Generation, api.ConditionSweepFailed, true, api.ReasonSweepFailed, fact.Message)
+	}
+}
+
+// applyLock says whether the lock of another session delays a sweep or a deletion. An end of the one says nothing about
+// the other.
+func applyLock(t *api.BackupTarget, reason string, err error) {
+	all := &t.Status.Conditions
+	c := meta.FindStatusCondition(*all, api.ConditionLocked)
+	switch {
+	case repo.IsLocked(err):
+		api.SetCondition(all, t.Generation, api.ConditionLocked, true, reason, api.ClipMessage(err.Error()))
+	case c == nil, c.Status == metav1.ConditionTrue && c.Reason != reason:
+	default:
+		api.SetCondition(all, t.Generation, api.ConditionLocked, false, api.ReasonNotLocked, "")
+	}
 }

@@ -1,12 +1,15 @@
 package targets
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
 )
 
 // TestResultOfAnotherStoreIsDropped: a visit of the store that the target had before tells nothing about the target; a
@@ -96,6 +99,31 @@ func TestFailuresForGood(t *testing.T) {
 		if IsPermanent(api.Errorf(kind, "x")) != permanent {
 			t.Errorf("%v: permanent is %v", kind, !permanent)
 		}
+	}
+}
+
+// TestLockOutlivesTheOtherOperation: a sweep that waits for a lock is reported until a sweep succeeds, whatever
+// deletions do meanwhile.
+func TestLockOutlivesTheOtherOperation(t *testing.T) {
+	b := &api.BackupTarget{}
+	locked := func() bool { return meta.IsStatusConditionTrue(b.Status.Conditions, api.ConditionLocked) }
+	applyLock(b, api.ReasonDeletionWaits, nil)
+	if len(b.Status.Conditions) > 0 {
+		t.Errorf("a condition without a lock: %+v", b.Status.Conditions)
+	}
+	s := newShelf(t, "x")
+	holder, err := s.r.Lock(t.Context(), repo.Exclusive)
+	must(t, err)
+	_, err = s.r.Lock(t.Context(), repo.Shared)
+	must(t, holder.Close(t.Context()))
+	applyLock(b, api.ReasonSweepWaits, fmt.Errorf("sweep: %w", err))
+	applyLock(b, api.ReasonDeletionWaits, nil)
+	if !locked() {
+		t.Error("a deletion ended the wait of the sweep")
+	}
+	applyLock(b, api.ReasonSweepWaits, api.Errorf(api.Busy, "a new backup needs garbage"))
+	if locked() {
+		t.Error("a sweep that fails for another reason still waits")
 	}
 }
 

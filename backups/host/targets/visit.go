@@ -36,6 +36,7 @@ type visitMemory struct {
 	missing  map[blob.ID]time.Time // snapshots of Backups that the last list lacks: end of the first such list
 	keys     blob.ID               // passwords and key files that agree
 	count    int                   // of key files then
+	usageAt  time.Time             // when the use of the store was measured last; zero: never
 }
 
 func newVisitMemory() *visitMemory {
@@ -55,6 +56,7 @@ type visitResult struct {
 	keysErr      error            // why the key files do not follow the passwords; an earlier one opens the repository
 	locks        *api.LocksFact   // nil: not requested
 	keyFile      *api.KeyFileFact // nil: not requested
+	usage        *api.UsageFact   // nil: not measured
 	listed       bool             // the fields below are known
 	listedAt     time.Time
 	backups      int       // in the store
@@ -100,7 +102,32 @@ func (v *visit) visitStore(ctx context.Context, result *visitResult) (err error)
 		result.keyFiles = v.memory.count
 	}
 	v.followRequests(ctx, r, c.passwords, result)
-	return v.compareBackups(ctx, r, result)
+	if err := v.compareBackups(ctx, r, result); err != nil {
+		return err
+	}
+	v.measure(ctx, r, result)
+	return nil
+}
+
+// usageInterval is the interval between two looks of visits at the use of the store: each reads the index that the node
+// lacks.
+const usageInterval = time.Hour
+
+// measure measures the use of the store, if the last look was long ago; not at the first visit, which a user waits for:
+// the index of a large repository takes long to read. A failure concerns nothing else: the next
+// session that loads the index reports a damaged one.
+func (v *visit) measure(ctx context.Context, r *repo.Repository, result *visitResult) {
+	now := v.opts.Now()
+	if at := v.memory.usageAt; !v.target.Status.Available || !at.IsZero() && now.Before(at.Add(usageInterval)) {
+		return
+	}
+	v.memory.usageAt = now
+	usage, err := measureUsage(ctx, r, now)
+	if err != nil {
+		v.log.Warn("the use of a backup target is not known", "target", v.target.Name, "err", err)
+		return
+	}
+	result.usage = usage
 }
 
 // openOrInit opens the repository. Without one it makes the repository, if the node has the claim. A store of Longhorn
