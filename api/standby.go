@@ -161,6 +161,15 @@ func (b *Backup) NewerThan(o *Backup) bool {
 	return x.After(y) || x.Equal(y) && b.Name > o.Name
 }
 
+// CutText is CutAt as a status has it, RFC 3339; empty: not known.
+func (b *Backup) CutText() string {
+	at := b.CutAt()
+	if at.IsZero() {
+		return ""
+	}
+	return at.UTC().Format(time.RFC3339)
+}
+
 // ProtectsVolume reports whether the backup is whole in its store, and of this very volume: not of a former one, or one
 // of another cluster, with the same name.
 func (b *Backup) ProtectsVolume(v *Volume) bool {

@@ -101,7 +101,7 @@ func summarizeTargets(v *api.Volume, backups []api.Backup) map[string]targetSumm
 		s := all[target]
 		s.bytes += b.Status.NewlyUploadDataSize
 		if last := whole[target]; b.ProtectsVolume(v) && (last == nil || b.NewerThan(last)) {
-			whole[target], s.lastAt = b, b.Status.SnapshotCreatedAt
+			whole[target], s.lastAt = b, b.CutText()
 		}
 		if last := newest[target]; last == nil || startOf(b).After(startOf(last)) {
 			newest[target], s.state = b, cmp.Or(b.Status.State, api.BackupPending)

@@ -21,7 +21,7 @@ func describeLastBackup(ctx context.Context, c client.Client, v *api.Volume) err
 	st := &v.Status
 	st.LastBackup, st.LastBackupAt = "", ""
 	if last := newestBackupOf(v, list.Items); last != nil {
-		st.LastBackup, st.LastBackupAt = last.Name, last.Status.SnapshotCreatedAt
+		st.LastBackup, st.LastBackupAt = last.Name, last.CutText()
 	} else if st.Standby != nil && st.Standby.Held != nil {
 		st.LastBackup, st.LastBackupAt = st.Standby.Held.Backup, st.Standby.Held.SnapshotCreatedAt
 	}
