@@ -46,7 +46,7 @@ type Result struct {
 	Snapshot blob.ID
 	Full     bool  // the backup has no base
 	Read     int64 // bytes that Backup read from the source
-	Added    int64 // bytes of chunks and fragments that the repository lacked
+	Added    int64 // bytes of chunks and fragments new in the repository
 	repo.WriterStats
 }
 

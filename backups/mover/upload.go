@@ -282,7 +282,7 @@ func (u *upload) storeFragments(ctx context.Context, digest blob.ID, b []byte) (
 	return c, nil
 }
 
-// countAdded counts n bytes that the repository lacked, if the Writer added them.
+// countAdded counts the n bytes of a blob if the blob is new in the repository.
 func (u *upload) countAdded(added bool, n int) {
 	if added {
 		u.added.Add(int64(n))
