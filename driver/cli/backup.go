@@ -20,6 +20,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/progress"
 	"drover.io/drover/driver/cli/restarts"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) backupCommand() *cobra.Command {
@@ -320,7 +321,7 @@ func describeBackup(w io.Writer, b *api.Backup) {
 	if s.Damaged {
 		damaged = "yes: see `drover target show " + b.Target() + "`"
 	}
-	printFields(w, "Name", b.Name, "Volume", b.Spec.Volume, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
+	text.Fields(w, "Name", b.Name, "Volume", b.Spec.Volume, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
 		"State", string(s.State), "Message", s.Message, "Damaged", damaged, "Progress", done, "Attempts", attempts,
 		"Mode", backupMode(b), "Snapshot", snapshot,
 		"Ended", s.BackupCreatedAt, "Size", someBytes(s.VolumeSize), "Uploaded", uploaded,

@@ -15,6 +15,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) imageBackup() *cobra.Command {
@@ -125,7 +126,7 @@ func describeImageBackup(w io.Writer, b *api.BackupBackingImage) {
 		done += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
 	}
 	node, _ := b.SourceDisk()
-	printFields(w, "Name", b.Name, "Image", b.Spec.BackingImageName, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
+	text.Fields(w, "Name", b.Name, "Image", b.Spec.BackingImageName, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
 		"State", string(s.State),
 		"Message", s.Message, "Progress", done, "Ended", s.BackupCreatedAt, "Size", someBytes(s.Size),
 		"Uploaded", someBytes(s.NewlyUploadDataSize), "SHA-512", s.Checksum, "Content", b.ContentDigest(),
@@ -139,7 +140,7 @@ func describeRecordedImage(w io.Writer, record *api.RecordedImage) {
 	if record == nil {
 		return
 	}
-	printFields(w, "Image labels", joinLabels(record.Labels), "Copies", fmt.Sprint(max(record.MinNumberOfCopies, 1)),
+	text.Fields(w, "Image labels", joinLabels(record.Labels), "Copies", fmt.Sprint(max(record.MinNumberOfCopies, 1)),
 		"Node selector", strings.Join(record.NodeSelector, ", "),
 		"Disk selector", strings.Join(record.DiskSelector, ", "))
 }

@@ -10,6 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) backupLocks() *cobra.Command {
@@ -73,7 +74,7 @@ func describeLocks(w io.Writer, fact *api.LocksFact) {
 		rows = append(rows, []string{fmt.Sprintf("%.8s", l.Name), l.Program, l.Hostname, l.Username, pid, kind, ago(l.Since),
 			ago(l.RefreshedAt), map[bool]string{true: "yes"}[l.Stale], l.Message})
 	}
-	_ = printTable(w, "LOCK PROGRAM HOST USER PID KIND SINCE REFRESHED STALE MESSAGE", rows)
+	_ = text.Table(w, "LOCK PROGRAM HOST USER PID KIND SINCE REFRESHED STALE MESSAGE", rows)
 	if more := int(fact.Total) - len(fact.Locks); more > 0 {
 		fmt.Fprintf(w, "and %d older ones\n", more)
 	}

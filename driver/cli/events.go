@@ -11,6 +11,8 @@ import (
 	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/util/duration"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"drover.io/drover/driver/cli/text"
 )
 
 // showEvents is the number of events shown for an object.
@@ -63,5 +65,5 @@ func describeEvents(w io.Writer, all []eventsv1.Event) {
 		}
 		rows = append(rows, []string{duration.HumanDuration(time.Since(lastSeen(e))), e.Type, e.Reason, times, e.Note})
 	}
-	_ = printTable(w, "AGE TYPE REASON TIMES NOTE", rows)
+	_ = text.Table(w, "AGE TYPE REASON TIMES NOTE", rows)
 }

@@ -14,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) imageCommand() *cobra.Command {
@@ -95,7 +96,7 @@ func describeImage(w io.Writer, img *api.BackingImage, where *where) {
 			from += " " + v
 		}
 	}
-	printFields(w, "Name", img.Name, "State", imageState(&s), "Message", s.Message, "Progress", fmt.Sprintf("%d %%",
+	text.Fields(w, "Name", img.Name, "State", imageState(&s), "Message", s.Message, "Progress", fmt.Sprintf("%d %%",
 		s.Progress),
 		"Source", from, "Format", s.Format, "Virtual size", someBytes(s.VirtualSize), "Size on disk", someBytes(s.Size),
 		"SHA-512", s.Checksum, "Expected", img.Spec.Checksum, "Content", s.Digest, "UUID", string(s.UUID),
@@ -103,7 +104,7 @@ func describeImage(w io.Writer, img *api.BackingImage, where *where) {
 		"Used by", strings.Join(where.users, ", "))
 	if rows := where.copyRows(img); len(rows) > 0 {
 		fmt.Fprintln(w, "\nCopies:")
-		_ = printTable(w, copyHeader, rows)
+		_ = text.Table(w, copyHeader, rows)
 	}
 	printConditions(w, s.Conditions)
 }

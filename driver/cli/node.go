@@ -19,6 +19,7 @@ import (
 	"drover.io/drover/api/await"
 	"drover.io/drover/driver/cli/disks"
 	"drover.io/drover/driver/cli/machine"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) nodeCommand() *cobra.Command {
@@ -67,7 +68,7 @@ func (a *app) nodeCommand() *cobra.Command {
 					describeNode(w, n)
 					if len(rest) > 0 {
 						fmt.Fprintln(w, "\nStill there:")
-						_ = printTable(w, "KIND NAME DISK MESSAGE", rest)
+						_ = text.Table(w, "KIND NAME DISK MESSAGE", rest)
 					}
 				})
 			},
@@ -102,7 +103,7 @@ func nodeReady(n *api.Node) string {
 
 func describeNode(w io.Writer, n *api.Node) {
 	s := n.Status
-	printFields(w, "Name", n.Name, "Ready", nodeReady(n), "Heartbeat", age(s.Heartbeat)+" ago", "Schedulable",
+	text.Fields(w, "Name", n.Name, "Ready", nodeReady(n), "Heartbeat", age(s.Heartbeat)+" ago", "Schedulable",
 		fmt.Sprint((n.Spec.Schedulable == nil || *n.Spec.Schedulable) && !n.Spec.EvictionRequested),
 		"Zone", n.Labels[api.LabelZone], "Tags", strings.Join(n.Spec.Tags, ", "),
 		"Addresses", strings.Join(s.Addresses, ", "), "Kernel", s.Kernel, "Version", s.Version,
@@ -112,7 +113,7 @@ func describeNode(w io.Writer, n *api.Node) {
 	for _, d := range disks.OnNode(n) {
 		rows = append(rows, diskRow(&d, "")[1:])
 	}
-	_ = printTable(w, strings.TrimPrefix(diskHeader, "NODE "), rows)
+	_ = text.Table(w, strings.TrimPrefix(diskHeader, "NODE "), rows)
 	printConditions(w, s.Conditions)
 }
 
@@ -169,7 +170,7 @@ func (a *app) diskList() *cobra.Command {
 					}
 					rows = append(rows, diskRow(&d, left))
 				}
-				return printTable(cmd.OutOrStdout(), diskHeader, rows)
+				return text.Table(cmd.OutOrStdout(), diskHeader, rows)
 			case "name":
 				for _, d := range all {
 					fmt.Fprintf(cmd.OutOrStdout(), "%s:%s\n", d.Node, d.Spec.Path)

@@ -7,6 +7,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/preflight"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) preflightCommand() *cobra.Command {
@@ -59,7 +60,7 @@ func (a *app) printFindings(cmd *cobra.Command, all []preflight.Finding) error {
 	for _, f := range all {
 		rows = append(rows, []string{f.Check, f.Result, f.Detail})
 	}
-	if err := printTable(w, "CHECK RESULT DETAIL", rows); err != nil {
+	if err := text.Table(w, "CHECK RESULT DETAIL", rows); err != nil {
 		return err
 	}
 	for _, f := range all {

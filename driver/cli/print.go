@@ -1,14 +1,12 @@
 package cli
 
 import (
-	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
 	"maps"
 	"slices"
 	"strings"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -16,12 +14,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/duration"
-	"k8s.io/cli-runtime/pkg/printers"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 	"sigs.k8s.io/yaml"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) checkOutput() error {
@@ -67,7 +65,7 @@ func (a *app) printList(w io.Writer, list client.ObjectList, header string, row 
 		for _, o := range items {
 			rows = append(rows, row(o))
 		}
-		return printTable(w, header, rows)
+		return text.Table(w, header, rows)
 	}
 	for _, o := range items {
 		if err := prepareObject(o.(client.Object)); err != nil {
@@ -162,42 +160,6 @@ func (a *app) printDiskOutcome(cmd *cobra.Command, node, path, what string) {
 var kinds = map[string]string{"volume": "Volume", "backingimage": "BackingImage", "snapshot": "Snapshot",
 	"snapshot group": "SnapshotGroup", "node": "Node", "backup target": "BackupTarget", "backup": "Backup"}
 
-// printTable writes aligned columns as kubectl does, without control characters. An empty cell shows as "-", so that
-// scripts can count columns.
-func printTable(w io.Writer, header string, rows [][]string) error {
-	names := strings.Fields(header)
-	if len(rows) == 0 { // the printer would omit the header
-		_, err := fmt.Fprintln(w, strings.Join(names, "   "))
-		return err
-	}
-	t := &metav1.Table{}
-	for _, name := range names {
-		t.ColumnDefinitions = append(t.ColumnDefinitions, metav1.TableColumnDefinition{Name: name, Type: "string"})
-	}
-	for _, r := range rows {
-		cells := make([]any, len(r))
-		for i, text := range r {
-			cells[i] = cmp.Or(api.PlainText(text), "-")
-		}
-		t.Rows = append(t.Rows, metav1.TableRow{Cells: cells})
-	}
-	return printers.NewTablePrinter(printers.PrintOptions{}).PrintObj(t, w)
-}
-
-// oneLine replaces control characters and ends of lines.
-func oneLine(text string) string { return strings.ReplaceAll(api.PlainText(text), "\n", " ") }
-
-// printFields writes "Name:  value" lines without control characters and ends of lines, except empty values.
-func printFields(w io.Writer, pairs ...string) {
-	tw := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
-	for i := 0; i+1 < len(pairs); i += 2 {
-		if text := oneLine(pairs[i+1]); text != "" {
-			fmt.Fprintf(tw, "%s:\t%s\n", pairs[i], text)
-		}
-	}
-	_ = tw.Flush()
-}
-
 func printConditions(w io.Writer, conds []metav1.Condition) {
 	if len(conds) == 0 {
 		return
@@ -207,7 +169,7 @@ func printConditions(w io.Writer, conds []metav1.Condition) {
 	for _, c := range conds {
 		rows = append(rows, []string{c.Type, string(c.Status), c.Reason, age(c.LastTransitionTime), c.Message})
 	}
-	_ = printTable(w, "TYPE STATUS REASON SINCE MESSAGE", rows)
+	_ = text.Table(w, "TYPE STATUS REASON SINCE MESSAGE", rows)
 }
 
 // joinLabels formats labels for people, in the order of their names.

@@ -7,20 +7,6 @@ import (
 	"drover.io/drover/api"
 )
 
-func TestTableIsAlignedAndHasNoControlCharacters(t *testing.T) {
-	var out strings.Builder
-	if err := printTable(&out, "NAME STATE", [][]string{{"a-long-name", ""}, {"b", "re\x1b[31mady"}}); err != nil {
-		t.Fatal(err)
-	}
-	if want := "NAME          STATE\na-long-name   -\nb             re?[31mady\n"; out.String() != want {
-		t.Errorf("the table is\n%swant\n%s", out.String(), want)
-	}
-	out.Reset()
-	if err := printTable(&out, "NAME STATE", nil); err != nil || out.String() != "NAME   STATE\n" {
-		t.Errorf("an empty table is %q, %v", out.String(), err)
-	}
-}
-
 // TestLabelsOfAStoreForgeNothing: labels of a backup and reasons of a wait, which a store supplies, neither begin a line
 // nor move the cursor nor turn the direction of the text.
 func TestLabelsOfAStoreForgeNothing(t *testing.T) {

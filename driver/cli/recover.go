@@ -9,6 +9,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/text"
 )
 
 // RecoverOptions are the options of `drover recover`.
@@ -142,7 +143,7 @@ func (a *app) printFound(cmd *cobra.Command, all []Finding) error {
 		for _, f := range all {
 			rows = append(rows, []string{f.Kind, f.Name, string(f.UID), f.Disk, f.State, f.Action, f.Note})
 		}
-		return printTable(w, "KIND NAME UID DISK STATE ACTION NOTE", rows)
+		return text.Table(w, "KIND NAME UID DISK STATE ACTION NOTE", rows)
 	case "name":
 		for _, f := range all {
 			fmt.Fprintf(w, "%s.%s/%s\n", strings.ToLower(f.Kind), api.GroupVersion.Group, f.Name)

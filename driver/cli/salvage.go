@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) volumeSalvage() *cobra.Command {
@@ -82,7 +83,7 @@ func (a *app) salvageVolume(
 	}
 	if !yes {
 		return a.printObject(cmd.OutOrStdout(), &v, func(w io.Writer) {
-			_ = printTable(w, "REPLICA NODE MODE MEMBER EPOCH JOINED LAST-WRITE USED", rows)
+			_ = text.Table(w, "REPLICA NODE MODE MEMBER EPOCH JOINED LAST-WRITE USED", rows)
 			fmt.Fprintf(w, "\nA MEMBER has every acknowledged write. JOINED is the last epoch (now %d) in which the "+
 				"replica was a member.\n", v.Status.Epoch)
 			switch {

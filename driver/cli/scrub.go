@@ -9,6 +9,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) volumeScrub() *cobra.Command {
@@ -91,6 +92,6 @@ func (a *app) scrubOne(ctx context.Context, cmd *cobra.Command, c client.WithWat
 			return
 		}
 		fmt.Fprintf(w, "volume %q is damaged:\n", name)
-		_ = printTable(w, "NODE REPLICA LAYER OFFSET LENGTH", rows)
+		_ = text.Table(w, "NODE REPLICA LAYER OFFSET LENGTH", rows)
 	})
 }

@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) snapshotCommand() *cobra.Command {
@@ -168,7 +169,7 @@ func (a *app) snapshotShow() *cobra.Command {
 			}
 			return a.printObject(cmd.OutOrStdout(), &s, func(w io.Writer) {
 				st := s.Status
-				printFields(w, "Name", s.Name, "Volume", s.Spec.Volume, "Group", s.Spec.Group, "Ready", fmt.Sprint(st.ReadyToUse),
+				text.Fields(w, "Name", s.Name, "Volume", s.Spec.Volume, "Group", s.Spec.Group, "Ready", fmt.Sprint(st.ReadyToUse),
 					"Error", st.Error,
 					"Created", st.CreationTime, "Restores to", someBytes(st.RestoreSize), "Own data", someBytes(st.Size),
 					"Parent", st.Parent, "Children", strings.Join(slices.Sorted(maps.Keys(st.Children)), ", "),

@@ -21,6 +21,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
 	"drover.io/drover/driver/cli/localfile"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) targetCommand() *cobra.Command {
@@ -351,7 +352,7 @@ func describeTarget(w io.Writer, t *api.BackupTarget) {
 	if last := ageOf(s.LastSyncedAt); last != "" {
 		searched += ", last " + last + " ago"
 	}
-	printFields(w, "Name", t.Name, "URL", t.Spec.BackupTargetURL, "Available", fmt.Sprint(s.Available),
+	text.Fields(w, "Name", t.Name, "URL", t.Spec.BackupTargetURL, "Available", fmt.Sprint(s.Available),
 		"Message", s.Message, "Format", s.Format, "Encrypted", encrypted, "Secret", secret, "Read-only",
 		fmt.Sprint(t.ExplainReadOnly() != ""), "Upload limit", someRate(t.Spec.MaxUploadRate),
 		"Download limit", someRate(t.Spec.MaxDownloadRate),

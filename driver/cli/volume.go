@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/filesystem"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) volumeCommand() *cobra.Command {
@@ -355,7 +356,7 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 	if s.Shared > 0 {
 		used += fmt.Sprintf(", of which %s in layers that others have too", api.SizeText(s.Shared))
 	}
-	printFields(w, "Name", v.Name, "State", string(s.State), "Robustness", string(s.Robustness), "Message", s.Message,
+	text.Fields(w, "Name", v.Name, "State", string(s.State), "Robustness", string(s.Robustness), "Message", s.Message,
 		"Size", size, "Used", used, "Image", v.Spec.BackingImage, "Source", sourceText(v),
 		"Standby", standbyText(v),
 		"Replicas", fmt.Sprint(v.Spec.NumberOfReplicas),
@@ -368,7 +369,7 @@ func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Att
 			rows = append(rows, []string{r.Name, r.Spec.Node, string(r.Spec.Disk), string(r.Status.Mode),
 				api.SizeText(r.Status.Used), copyProgress(&r), r.Status.Message})
 		}
-		_ = printTable(w, "NAME NODE DISK MODE USED COPIED MESSAGE", rows)
+		_ = text.Table(w, "NAME NODE DISK MODE USED COPIED MESSAGE", rows)
 	}
 	printConditions(w, s.Conditions)
 }

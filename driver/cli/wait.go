@@ -17,6 +17,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
 	"drover.io/drover/driver/cli/restarts"
+	"drover.io/drover/driver/cli/text"
 )
 
 // awaitObject watches the named object until done accepts the object. gone is the error for a deleted object.
@@ -46,7 +47,7 @@ func remarkOn(remarks io.Writer, noun, name string) (remark func(why string)) {
 	return func(why string) {
 		if why != "" && why != told {
 			told = why
-			fmt.Fprintf(remarks, "%s %q waits: %s\n", noun, name, oneLine(why))
+			fmt.Fprintf(remarks, "%s %q waits: %s\n", noun, name, text.Line(why))
 		}
 	}
 }
