@@ -69,11 +69,15 @@ func (r *restore) run(ctx context.Context) error {
 		}
 		group.Go(func() error {
 			buffer := <-buffers
-			defer func() { buffers <- buffer }()
 			if buffer == nil {
 				buffer = block.AlignedBuffer(int(blockSize))
 			}
-			return r.part(work, off, buffer[:n])
+			err := r.part(work, off, buffer[:n])
+			if err != nil {
+				buffer = nil // a disk that answers late may still write there
+			}
+			buffers <- buffer
+			return err
 		})
 		return work.Err()
 	})

@@ -87,7 +87,7 @@ func (r *Repository) LockSnapshot(ctx context.Context, id blob.ID) (*Lock, error
 	if err != nil {
 		return nil, err
 	}
-	_, _ = r.ReleaseLeftLocks(ctx) // after an error, the next caller tries again
+	_, _ = r.releaseRecords(ctx, l.restore) // after an error the locks stay until they are stale
 	return l, nil
 }
 

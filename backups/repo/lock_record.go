@@ -22,8 +22,8 @@ const (
 	restorePrefix    = "restore "
 )
 
-// restoreLeft is how long the locks of an ended restore stay for the next process, which continues the restore.
-const restoreLeft = 10 * time.Minute
+// unnamedRecord is how long a record without a lock may be that of a session which begins.
+const unnamedRecord = time.Minute
 
 // lockRecord is a local file with the names of a session's locks: each name is durable before its lock exists. The
 // session holds the file locked, so the kernel tells whether the process of the session is gone, and the next process
@@ -106,9 +106,14 @@ func syncFolder(path string) error {
 
 // ReleaseLeftLocks deletes the locks that ended processes of this machine left, by their records, and returns how many
 // records it removed. The caller calls ReleaseLeftLocks before the first session, so that sweeps and restic need not
-// wait until the locks are stale. The locks of a restore stay until a session of this machine restores the snapshot
-// again, or for ten minutes: other owners keep the snapshot meanwhile.
+// wait until the locks are stale. The locks of a restore stay until LockSnapshot locks the snapshot again, or until they
+// are stale: other owners keep the snapshot meanwhile.
 func (r *Repository) ReleaseLeftLocks(ctx context.Context) (released int, err error) {
+	return r.releaseRecords(ctx, "")
+}
+
+// releaseRecords deletes the locks of ended sessions, of all that restored nothing or of those that restored a snapshot.
+func (r *Repository) releaseRecords(ctx context.Context, restored string) (released int, err error) {
 	if r.options.Cache == "" {
 		return 0, nil
 	}
@@ -116,16 +121,9 @@ func (r *Repository) ReleaseLeftLocks(ctx context.Context) (released int, err er
 	if errors.Is(err, os.ErrNotExist) {
 		return 0, nil
 	}
-	running := map[string]bool{} // snapshots that sessions restore
-	for _, entry := range records {
-		restore, runs, _, e := readRecord(filepath.Join(r.recordsPath(), entry.Name()), unix.LOCK_SH)
-		if err = errors.Join(err, e); runs && restore != "" {
-			running[restore] = true
-		}
-	}
 	for _, entry := range records {
 		path := filepath.Join(r.recordsPath(), entry.Name())
-		left, e := r.releaseLeft(ctx, path, running)
+		left, e := r.releaseLeft(ctx, path, restored)
 		if e != nil {
 			err = errors.Join(err, api.Errorf(api.KindOf(e), "repository %.8s: the locks of an ended process, in %s, "+
 				"cannot be deleted: %w", r.ID(), path, e))
@@ -137,9 +135,8 @@ func (r *Repository) ReleaseLeftLocks(ctx context.Context) (released int, err er
 	return released, err
 }
 
-// readRecord reads the names of a record's locks, and the snapshot of a restore. runs: the flock of the session makes
-// lock fail.
-func readRecord(path string, lock int) (restore string, runs bool, names []string, err error) {
+// readRecord reads the names of a record's locks, and the snapshot of a restore. runs: the session runs.
+func readRecord(path string) (restore string, runs bool, names []string, err error) {
 	f, err := os.OpenFile(path, os.O_RDWR, 0o600)
 	if errors.Is(err, os.ErrNotExist) {
 		return "", true, nil, nil // the session ended meanwhile
@@ -147,7 +144,7 @@ func readRecord(path string, lock int) (restore string, runs bool, names []strin
 		return "", false, nil, err
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
-	err = unix.Flock(int(f.Fd()), lock|unix.LOCK_NB)
+	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 	if runs = errors.Is(err, unix.EWOULDBLOCK); err != nil && !runs {
 		return "", false, nil, err
 	}
@@ -164,18 +161,20 @@ func readRecord(path string, lock int) (restore string, runs bool, names []strin
 	return restore, runs, names, lines.Err()
 }
 
-// releaseLeft deletes the locks of a record. left is false if the session runs, or if the next process may continue the
-// session's restore soon. running are snapshots that sessions restore.
-func (r *Repository) releaseLeft(ctx context.Context, path string, running map[string]bool) (left bool, err error) {
-	restore, runs, names, err := readRecord(path, unix.LOCK_EX)
+// releaseLeft deletes the locks of a record. left is false if the session runs or begins, or restored another snapshot
+// than restored and its locks are not stale.
+func (r *Repository) releaseLeft(ctx context.Context, path, restored string) (left bool, err error) {
+	restore, runs, names, err := readRecord(path)
 	if err != nil || runs {
 		return err != nil, err
 	}
-	if restore != "" && !running[restore] {
-		info, err := os.Stat(path)
-		if err == nil && time.Since(info.ModTime()) < restoreLeft {
-			return false, nil
-		}
+	info, err := os.Stat(path)
+	if err != nil {
+		return false, nil // released meanwhile
+	}
+	age := time.Since(info.ModTime())
+	if restore != restored && age < lockStale || len(names) == 0 && age < unnamedRecord {
+		return false, nil
 	}
 	if len(names) > 0 {
 		if err := r.store.Delete(ctx, names...); err != nil && !api.Is(err, api.Denied) {

@@ -62,7 +62,7 @@ func TestLocksOfAKilledProcessAreReleased(t *testing.T) {
 }
 
 // TestLockOfALeftRestoreStays: the lock of a restore that was left, as by a restart, stays for other owners until the
-// restore runs again, or for ten minutes.
+// restore runs again, or until the lock is stale.
 func TestLockOfALeftRestoreStays(t *testing.T) {
 	store := newMemoryStore()
 	r := newRepository(t, store)
@@ -91,12 +91,12 @@ func TestLockOfALeftRestoreStays(t *testing.T) {
 	leave()
 	records, err := os.ReadDir(r.recordsPath())
 	must(t, err)
-	before := time.Now().Add(-restoreLeft)
+	before := time.Now().Add(-lockStale)
 	for _, e := range records {
 		must(t, os.Chtimes(filepath.Join(r.recordsPath(), e.Name()), before, before))
 	}
 	if n, err := r.ReleaseLeftLocks(t.Context()); n != 1 || err != nil || len(store.names(locksFolder)) != 0 {
-		t.Errorf("after ten minutes %d records released, %v; locks %v", n, err, store.names(locksFolder))
+		t.Errorf("after 30 minutes %d records released, %v; locks %v", n, err, store.names(locksFolder))
 	}
 }
 

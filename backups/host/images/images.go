@@ -16,13 +16,13 @@ import (
 
 // Disks are the disks of a node.
 type Disks struct {
-	Reader client.Reader // of ImageCopies
+	Reader client.Reader // of ImageCopies and BackingImages
 	Node   string
 	Disk   func(api.UID) (block.SnapshotDisk, error)
 }
 
-// Open opens the disk of an image, by the SHA-512 of the file that the image was made of. An error of kind NotFound: no
-// disk of the node has the image.
+// Open opens the disk of an image, by the SHA-512 of the image's file, raw or qcow2, that this cluster computed. The
+// checksum of a restored image is a claim of a store. An error of kind NotFound: no disk of the node has the image.
 func (d *Disks) Open(ctx context.Context, checksum string) (block.Source, error) {
 	var copies api.ImageCopyList
 	if err := d.Reader.List(ctx, &copies, client.UnsafeDisableDeepCopy); err != nil {
@@ -33,7 +33,8 @@ func (d *Disks) Open(ctx context.Context, checksum string) (block.Source, error)
 	for i := range copies.Items {
 		c := &copies.Items[i]
 		switch {
-		case c.Status.State != api.ImageReady || c.Status.Checksum != checksum || c.DeletionTimestamp != nil:
+		case c.Status.State != api.ImageReady || c.Status.Checksum != checksum || c.DeletionTimestamp != nil ||
+			c.Status.Format != "raw" && c.Status.Format != "qcow2" || !d.isComputed(ctx, c):
 		case c.Spec.Node != d.Node:
 			elsewhere = c.Spec.Image
 		default:
@@ -54,6 +55,14 @@ func (d *Disks) Open(ctx context.Context, checksum string) (block.Source, error)
 	return nil, api.Errorf(api.NotFound, "no ready image of the cluster has this checksum")
 }
 
+// isComputed reports whether a node computed the checksum of a copy.
+func (d *Disks) isComputed(ctx context.Context, c *api.ImageCopy) bool {
+	var img api.BackingImage
+	err := d.Reader.Get(ctx, client.ObjectKey{Name: c.Spec.Image}, &img)
+	return err == nil && img.Spec.SourceType != api.SourceRestore
+}
+
+// open opens the layers of a copy, without the rest of the last block.
 func (d *Disks) open(c *api.ImageCopy) (block.Source, error) {
 	disk, err := d.Disk(c.Spec.Disk)
 	if err != nil {
@@ -63,5 +72,26 @@ func (d *Disks) open(c *api.ImageCopy) (block.Source, error) {
 	for _, uid := range c.Spec.Layers {
 		layers = append(layers, string(uid))
 	}
-	return disk.OpenStack(layers, c.Status.VirtualSize)
+	size := c.Status.VirtualSize
+	opened, err := disk.OpenStack(layers, (size+block.Size-1)/block.Size*block.Size)
+	if err != nil {
+		return nil, err
+	}
+	return shortened{opened, size}, nil
+}
+
+// shortened is a source without the bytes behind size.
+type shortened struct {
+	block.Source
+	size int64
+}
+
+// Size implements block.Source.
+func (s shortened) Size() int64 { return s.size }
+
+// Next implements block.Source.
+func (s shortened) Next(off int64) (block.Extent, error) {
+	e, err := s.Source.Next(off)
+	e.Len = min(e.Len, s.size-e.Off)
+	return e, err
 }

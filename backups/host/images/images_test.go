@@ -11,10 +11,17 @@ import (
 	"drover.io/drover/block"
 )
 
-// copies are the ImageCopies of an API.
+// copies are the ImageCopies of an API. The image "restored" is a restored one.
 type copies struct {
 	client.Reader
 	items []api.ImageCopy
+}
+
+func (c copies) Get(_ context.Context, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
+	if key.Name == "restored" {
+		o.(*api.BackingImage).Spec.SourceType = api.SourceRestore
+	}
+	return nil
 }
 
 func (c copies) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
@@ -26,18 +33,21 @@ func (c copies) List(_ context.Context, list client.ObjectList, _ ...client.List
 type disk struct {
 	block.SnapshotDisk
 	opened string
+	size   int64
 }
 
 func (d *disk) OpenStack(layers []string, size int64) (block.Source, error) {
-	d.opened = strings.Join(layers, " ")
+	d.opened, d.size = strings.Join(layers, " "), size
 	return nil, nil
 }
 
 // TestOnlyReadyCopiesOfTheChecksumAreOpened: on a disk of the node that answers; the error tells where else the image is.
 func TestOnlyReadyCopiesOfTheChecksumAreOpened(t *testing.T) {
 	here := api.ImageCopy{Spec: api.ImageCopySpec{Image: "golden", Node: "node-1", Disk: "d1", Layers: []api.UID{"a", "b"}},
-		Status: api.ImageCopyStatus{State: api.ImageReady, Checksum: "abc", VirtualSize: 4096}}
-	there, other, half, broken := here, here, here, here
+		Status: api.ImageCopyStatus{State: api.ImageReady, Checksum: "abc", VirtualSize: 5000, Format: "raw"}}
+	there, other, half, broken, restored, packed := here, here, here, here, here, here
+	restored.Spec.Image = "restored"
+	packed.Status.Format = "raw.gz"
 	there.Spec.Node = "node-2"
 	other.Status.Checksum = ""
 	half.Status.State = api.ImageInProgress
@@ -49,7 +59,7 @@ func TestOnlyReadyCopiesOfTheChecksumAreOpened(t *testing.T) {
 		opened string
 	}{
 		{[]api.ImageCopy{other, half, there, broken, here}, 0, "", "a b"},
-		{[]api.ImageCopy{other, half}, api.NotFound, "no ready image", ""},
+		{[]api.ImageCopy{other, half, restored, packed}, api.NotFound, "no ready image", ""},
 		{[]api.ImageCopy{there, half}, api.NotFound, "golden", ""},
 		{[]api.ImageCopy{there, broken}, api.Unavailable, "golden", ""},
 	} {
@@ -60,7 +70,10 @@ func TestOnlyReadyCopiesOfTheChecksumAreOpened(t *testing.T) {
 			}
 			return d, nil
 		}}
-		_, err := disks.Open(t.Context(), "abc")
+		src, err := disks.Open(t.Context(), "abc")
+		if err == nil && (d.size != 8192 || src.Size() != 5000) {
+			t.Errorf("layers of %d bytes are opened as %d", d.size, src.Size())
+		}
 		if d.opened != c.opened || c.kind == 0 && err != nil ||
 			c.kind != 0 && (!api.Is(err, c.kind) || !strings.Contains(err.Error(), c.part)) {
 			t.Errorf("opened %q, %v; want kind %v with %q", d.opened, err, c.kind, c.part)

@@ -63,6 +63,7 @@ type openBackup struct {
 	block.Backup
 	users   int
 	dropped bool // closed after the last use
+	leave   bool // in place of closed: it is opened again
 }
 
 // Prepare opens the backup in the background, again and again until this succeeds: for a layer whose restore does not
@@ -191,11 +192,11 @@ func (l *Layer) openOnce() {
 		l.noteFailure(err, mostPause)
 		return
 	}
-	l.drop()
+	l.drop(false)
 	l.current, l.failure, l.pause, l.renew = &openBackup{Backup: b}, nil, 0, time.Time{}
 	l.checksum = b.Checksum()
 	if l.ended {
-		l.drop()
+		l.drop(l.continues)
 	}
 }
 
@@ -313,28 +314,28 @@ func (l *Layer) release(o *openBackup, err error) {
 	if o.users--; err != nil && l.current == o && !api.Is(err, api.Corrupt) && l.ctx.Err() == nil {
 		l.set.Log.Warn("a backup is opened again", "layer", l.uid, "err", err)
 		l.noteFailure(err, l.set.PauseMax)
-		l.drop()
+		l.drop(true)
 	} else if o.dropped && o.users == 0 {
 		l.close(o)
 	}
 }
 
-// drop gives the open backup up. The caller has mu.
-func (l *Layer) drop() {
+// drop gives the open backup up. leave: this process, or the next one, opens the backup again. The caller has mu.
+func (l *Layer) drop(leave bool) {
 	o := l.current
 	if l.current = nil; o == nil {
 		return
 	}
+	o.leave = leave
 	if o.dropped = true; o.users == 0 {
 		l.close(o)
 	}
 }
 
-// close closes an unused backup in the background, because the deletion of its lock may take long. It leaves a backup
-// that this process, or the next one, opens again. The caller has mu.
+// close closes an unused backup in the background, because the deletion of its lock may take long.
 func (l *Layer) close(o *openBackup) {
 	end := o.Close
-	if c, is := o.Backup.(block.ContinuedBackup); is && (!l.ended || l.continues) {
+	if c, is := o.Backup.(block.ContinuedBackup); is && o.leave {
 		end = c.Leave
 	}
 	l.set.work.Go(func() { // Start waits: a user or an end is still counted
@@ -356,7 +357,7 @@ func (l *Layer) stop() {
 func (l *Layer) end() {
 	l.mu.Lock()
 	l.ended = true
-	l.drop()
+	l.drop(l.continues)
 	l.set.releasePlan(l.reserved)
 	l.mu.Unlock()
 	l.cancel()
