@@ -119,8 +119,8 @@ type CommonBackupStatus struct {
 	// SnapshotID is the backup's snapshot in the repository, which restic lists, too.
 	SnapshotID      string `json:"snapshotID,omitempty"`
 	BackupCreatedAt string `json:"backupCreatedAt,omitempty"` // end of the backup, RFC 3339
-	// StoredAt is when the store got the backup, by the store's clock, RFC 3339; set if this is before the other instants:
-	// the clock of the backup's source was ahead.
+	// StoredAt is when the store got the backup, by the store's clock, RFC 3339; set if the instant of the content was
+	// after this and still in the future when the target was listed: the clock of the backup's source was ahead.
 	StoredAt string `json:"storedAt,omitempty"`
 	// NewlyUploadDataSize is the bytes that the backup added to the store.
 	NewlyUploadDataSize int64 `json:"newlyUploadDataSize,omitempty"`

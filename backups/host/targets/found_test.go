@@ -13,7 +13,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 
 	"drover.io/drover/api"
-	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/tags"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
@@ -120,8 +119,9 @@ func TestNewestBackupsAreListed(t *testing.T) {
 	}
 }
 
-// TestInstantBeyondTheStoreIsNoted: a backup that claims to be younger than its object in the store has the instant of
-// the object in its status, also a backup of this cluster.
+// TestInstantBeyondTheStoreIsNoted: a backup that claims an instant in the future has the instant of its object in the
+// store in its status, also a backup of this cluster. A store whose clock is behind changes the instant of no other
+// backup.
 func TestInstantBeyondTheStoreIsNoted(t *testing.T) {
 	w := newWorld(t, "node-1")
 	s := newShelf(t, "x")
@@ -130,14 +130,19 @@ func TestInstantBeyondTheStoreIsNoted(t *testing.T) {
 	ids := s.saveMany(100, ahead.Tags(), right.Tags())
 	stored := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC) // before the instants of factsOf
 	own := s.save(100, "of this cluster")
-	for _, id := range []blob.ID{ids[0], own} {
+	past := s.save(100, "of this cluster, too")
+	for _, id := range append(ids, own, past) {
 		must(t, os.Chtimes(filepath.Join(s.dir, "snapshots", id.String()), stored, stored))
 	}
-	w.makeBackup("own", "default", own)
+	apitest.EditStatus(w.Server, w.makeBackup("own", "default", own), func(b *api.Backup) {
+		b.Status.SnapshotCreatedAt = ahead.SnapshotCreated
+	})
+	w.makeBackup("own-past", "default", past)
 	w.addTarget("default", s.url(), "x")
 	w.awaitReason("default", api.ReasonAvailable, "")
 	all := w.backups()
-	for name, want := range map[string]string{"ahead": "2026-01-01T00:00:00Z", "own": "2026-01-01T00:00:00Z", "right": ""} {
+	noted := stored.Format(time.RFC3339)
+	for name, want := range map[string]string{"ahead": noted, "own": noted, "right": "", "own-past": ""} {
 		if b := all[name]; b == nil || b.Status.StoredAt != want {
 			t.Errorf("backup %s: %+v, want storedAt %q", name, b, want)
 		}

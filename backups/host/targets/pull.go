@@ -243,28 +243,30 @@ func (v *visit) setStatus(b api.StoredBackup, f foundBackup) {
 	case *api.BackupBackingImage:
 		b.Status = f.facts.ImageStatus(url, id, f.snapshot.Time, now)
 	}
-	setStored(b, f.stored)
+	v.setStored(b, f.stored)
 }
 
-// setStored notes when the store got a backup that claims to be younger.
-func setStored(b api.StoredBackup, stored time.Time) {
-	if isYounger(b, stored) {
+// setStored notes when the store got a backup of a source whose clock is ahead.
+func (v *visit) setStored(b api.StoredBackup, stored time.Time) {
+	if v.isAhead(b, stored) {
 		b.Common().StoredAt = stored.UTC().Format(time.RFC3339)
 	}
 }
 
-// isYounger reports whether a backup claims to be younger than its object in the store.
-func isYounger(b api.StoredBackup, stored time.Time) bool {
-	return !stored.IsZero() && stored.Before(b.CutAt())
+// isAhead reports whether a backup claims an instant after its object in the store and after now, by two clocks. The
+// store's clock alone may be behind, and would order new backups below old ones.
+func (v *visit) isAhead(b api.StoredBackup, stored time.Time) bool {
+	at := b.CutAt()
+	return !stored.IsZero() && stored.Before(at) && at.After(v.opts.Now())
 }
 
 // correctInstant is setStored for an object with a status: the source may be this cluster.
 func (v *visit) correctInstant(ctx context.Context, cached api.StoredBackup, stored time.Time) error {
-	if cached.Common().State != api.BackupCompleted || cached.GetDeletionTimestamp() != nil || !isYounger(cached, stored) {
+	if cached.Common().State != api.BackupCompleted || cached.GetDeletionTimestamp() != nil || !v.isAhead(cached, stored) {
 		return nil
 	}
 	b := copyOf(cached)
-	setStored(b, stored)
+	v.setStored(b, stored)
 	err := v.Status().Update(ctx, b)
 	return ignoreRace(api.Explain(err, "backup %s: write the status", b.GetName()), err)
 }
