@@ -21,7 +21,7 @@ type StandbyStatus struct {
 	Progress int32          `json:"progress,omitempty"`
 	// FailingSince is when the restore of Next failed first, in a store that answers.
 	FailingSince *metav1.Time `json:"failingSince,omitempty"`
-	// Failed are backups newer than the held one that could not be taken: older ones come first for a while.
+	// Failed are backups newer than the held one that could not be taken: all others come first.
 	Failed []FailedBackup `json:"failed,omitempty"`
 	// Message says what the activation took, and why.
 	Message string `json:"message,omitempty"`
@@ -53,6 +53,8 @@ type FailedBackup struct {
 	URL     string      `json:"url"`
 	At      metav1.Time `json:"at"`
 	Message string      `json:"message,omitempty"`
+	// Damaged is Damaged of the Backup: once the damage is healed, the failure is forgotten.
+	Damaged bool `json:"damaged,omitempty"`
 }
 
 // ConditionFollowing is on a standby volume: False while the newest backup cannot arrive.

@@ -75,7 +75,7 @@ func (p *standbyPlanner) planStandby(ctx context.Context, v *api.Volume) error {
 		p.requeueAfter(v.Name, since.Add(failurePatience).Sub(view.now))
 	}
 	for _, f := range v.Status.Standby.Failed {
-		p.requeueAfter(v.Name, f.At.Add(failureMemory).Sub(view.now))
+		p.requeueAfter(v.Name, f.At.Add(retryInterval).Sub(view.now))
 	}
 	if !v.Spec.Standby {
 		return p.activate(ctx, v, view)

@@ -18,8 +18,8 @@ const (
 	// failurePatience is how long the restore of a backup may fail before an older backup takes its place: a store that
 	// was away gets another try.
 	failurePatience = 10 * time.Minute
-	// failureMemory is how long a standby volume prefers older backups to one that failed.
-	failureMemory = time.Hour
+	// retryInterval is the pause before a backup that failed gets another try, once no other backup is left.
+	retryInterval = time.Hour
 	// failureLimit bounds the failures in a status: everybody who writes into the store can add backups.
 	failureLimit = 16
 )
@@ -49,7 +49,9 @@ func (o obstacle) exists() bool { return o.reason != "" }
 type standbyEvent struct{ kind, reason, text string }
 
 // advanceStandby decides what the volume holds and fetches, and changes the status. The volume fetches the newest backup
-// that is newer than the held one, has room and did not fail.
+// that is newer than the held one, has room and did not fail. A failure counts until the volume holds another backup, or
+// the damage of the backup is healed: a restore may take longer than each fixed time, and must not begin again on a bad
+// backup before an older good one had its turn.
 func advanceStandby(v *api.Volume, view *standbyView) (told []standbyEvent) {
 	st := v.Status.Standby
 	if st.Held != nil && view.held == nil {
@@ -65,32 +67,70 @@ func advanceStandby(v *api.Volume, view *standbyView) (told []standbyEvent) {
 	if st.Next != nil && view.next != nil && !view.fault.exists() && isWhole(view.next, view) {
 		told = append(told, standbyEvent{"Normal", "StandbyUpdated",
 			fmt.Sprintf("the standby volume holds backup %s of %s", st.Next.Backup, st.Next.SnapshotCreatedAt)})
-		st.Held, view.held = st.Next, view.next
+		st.Held, view.held, st.Failed = st.Next, view.next, nil
 		view.dropNext(st)
 	}
 	newer := view.newerBackups(st.Held)
-	st.Failed = recentFailures(st.Failed, newer, view.now)
-	best := slices.IndexFunc(newer, func(b *api.Backup) bool {
-		failed := slices.ContainsFunc(st.Failed, func(f api.FailedBackup) bool { return f.URL == b.Status.URL })
-		return !isNamed(st.Next, b) && !failed && view.fits(v, b)
-	})
+	st.Failed = standingFailures(st.Failed, newer)
+	untried, retried := view.untriedBackup(v, newer), view.retriedBackup(v, newer)
+	choice := cmp.Or(untried, retried)
 	if next := st.Next; next != nil {
-		at := slices.IndexFunc(newer, func(b *api.Backup) bool { return isNamed(next, b) })
-		newest := best >= 0 && newer[best].CutAt().After(next.CutAt())
+		listed := slices.ContainsFunc(newer, func(b *api.Backup) bool { return isNamed(next, b) })
+		newest := untried != nil && untried.CutAt().After(next.CutAt())
+		if len(st.Failed) >= failureLimit && !newest && listed {
+			choice = retried // no room for another failure
+		}
 		switch {
-		case view.fault.exists() && (newest || at < 0), newest && !v.Spec.Standby: // at < 0: it was deleted
+		case view.fault.exists() && !listed, newest && !v.Spec.Standby:
 			view.dropNext(st)
-		case view.fault.exists() && best >= 0 && view.mayFallBack(v) && len(st.Failed) < failureLimit:
-			st.Failed = append(st.Failed, api.FailedBackup{Backup: next.Backup, URL: next.URL, At: metav1.NewTime(view.now),
-				Message: api.ClipMessage(view.fault.why)})
-			told = append(told, standbyEvent{"Warning", "StandbyFailed",
-				fmt.Sprintf("backup %s gives way to backup %s%s", next.Backup, newer[best].Name, colonText(view.fault.why))})
+		case view.fault.exists() && choice != nil && view.mayFallBack(v):
+			told = append(told, view.giveWay(st, choice))
+		case view.fault.exists() && newest:
 			view.dropNext(st)
 		}
 	}
-	if st.Next == nil && best >= 0 {
-		st.Next = nextBackup(v, newer[best])
+	if st.Next == nil && choice != nil {
+		st.Failed = slices.DeleteFunc(st.Failed, func(f api.FailedBackup) bool { return f.URL == choice.Status.URL })
+		st.Next = nextBackup(v, choice)
 	}
+	return told
+}
+
+// untriedBackup is the newest backup that has room and did not fail, other than the next one; nil: none.
+func (view *standbyView) untriedBackup(v *api.Volume, newer []*api.Backup) *api.Backup {
+	st := v.Status.Standby
+	for _, b := range newer {
+		if !isNamed(st.Next, b) && failureOf(st.Failed, b) == nil && view.fits(v, b) {
+			return b
+		}
+	}
+	return nil
+}
+
+// retriedBackup is the backup that failed longest ago, at least retryInterval; nil: none. So each backup has its turn.
+func (view *standbyView) retriedBackup(v *api.Volume, newer []*api.Backup) (retried *api.Backup) {
+	var at time.Time
+	for _, b := range newer {
+		f := failureOf(v.Status.Standby.Failed, b)
+		switch {
+		case f == nil, view.now.Sub(f.At.Time) < retryInterval, retried != nil && !f.At.Time.Before(at):
+		case view.roomFor(v, api.RoundSize(b.Status.VolumeSize)) == nil:
+			retried, at = b, f.At.Time
+		}
+	}
+	return retried
+}
+
+// giveWay notes the failure of the next backup, and ends its fetching for another one.
+func (view *standbyView) giveWay(st *api.StandbyStatus, to *api.Backup) standbyEvent {
+	next := st.Next
+	if len(st.Failed) < failureLimit || failureOf(st.Failed, to) != nil { // the failure of to is forgotten
+		st.Failed = standingFailures(append(st.Failed, api.FailedBackup{Backup: next.Backup, URL: next.URL,
+			At: metav1.NewTime(view.now), Message: api.ClipMessage(view.fault.why)}), view.backups)
+	}
+	told := standbyEvent{"Warning", "StandbyFailed",
+		fmt.Sprintf("backup %s gives way to backup %s%s", next.Backup, to.Name, colonText(view.fault.why))}
+	view.dropNext(st)
 	return told
 }
 
@@ -187,16 +227,25 @@ func (view *standbyView) newerBackups(held *api.StandbyBackup) []*api.Backup {
 	return view.backups[:n]
 }
 
-// recentFailures are the failures of listed backups that are not forgotten yet, the newest backup first.
-func recentFailures(failed []api.FailedBackup, listed []*api.Backup, now time.Time) (recent []api.FailedBackup) {
+// standingFailures are the failures of listed backups whose damage is not healed, the newest backup first.
+func standingFailures(failed []api.FailedBackup, listed []*api.Backup) (standing []api.FailedBackup) {
 	for _, b := range listed {
-		for _, f := range failed {
-			if f.URL == b.Status.URL && now.Sub(f.At.Time) < failureMemory {
-				recent = append(recent, f)
-			}
+		if f := failureOf(failed, b); f != nil && (b.Status.Damaged || !f.Damaged) {
+			f.Damaged = b.Status.Damaged
+			standing = append(standing, *f)
 		}
 	}
-	return recent
+	return standing
+}
+
+// failureOf is the failure of a backup; nil: none.
+func failureOf(failed []api.FailedBackup, b *api.Backup) *api.FailedBackup {
+	for i := range failed {
+		if failed[i].URL == b.Status.URL {
+			return &failed[i]
+		}
+	}
+	return nil
 }
 
 // isNamed reports whether a backup of the status is the Backup.

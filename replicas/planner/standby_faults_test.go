@@ -43,16 +43,22 @@ func (f *fallback) step(after time.Duration) string {
 		view.away = obstacle{api.ReasonTargetUnavailable, "away"}
 	}
 	st := f.v.Status.Standby
-	view.held = f.images[st.Held.Backup]
+	if st.Held != nil {
+		view.held = f.images[st.Held.Backup]
+	}
 	if st.Next != nil {
 		view.next = f.images[st.Next.Backup]
 	}
 	advanceStandby(f.v, view)
 	describeStandby(f.v, view)
-	if st.Next == nil {
-		return st.Held.Backup
+	names := ""
+	if st.Held != nil {
+		names = st.Held.Backup
 	}
-	return st.Held.Backup + " " + st.Next.Backup
+	if st.Next != nil {
+		names += " " + st.Next.Backup
+	}
+	return names
 }
 
 func (f *fallback) expect(t *testing.T, after time.Duration, want string) {
@@ -85,11 +91,8 @@ func TestStandbyFallsBackToAnOlderBackup(t *testing.T) {
 		t.Errorf("while an older backup is fetched: %s", s)
 	}
 	f.images["b2"] = imageOfTest(api.ImageReady, 1)
-	f.expect(t, 0, "b2")
-	f.expect(t, failureMemory-failurePatience, "b2 b4") // b4 is forgiven first
-	if len(f.v.Status.Standby.Failed) != 1 {
-		t.Errorf("failures %+v, want that of b3 alone", f.v.Status.Standby.Failed)
-	}
+	f.expect(t, 0, "b2 b4") // the newest gets another try
+	f.expect(t, 0, "b2 b4")
 	f.backups = append([]*api.Backup{backupOfTest(5)}, f.backups...)
 	f.expect(t, 0, "b2 b5")
 	f.images["b5"] = imageOfTest(api.ImageReady, 1)
@@ -97,6 +100,70 @@ func TestStandbyFallsBackToAnOlderBackup(t *testing.T) {
 	if s := f.following(); !strings.HasPrefix(s, "True Following") || len(f.v.Status.Standby.Failed) != 0 {
 		t.Errorf("with the newest backup: %s, failures %+v", s, f.v.Status.Standby.Failed)
 	}
+}
+
+// TestSlowRestoresReachAnOlderGoodBackup: when the newest backups fail at the end of restores of almost an hour, a standby
+// volume fetches the good one below them, however long this takes, before it tries the others again. The same holds for
+// an activation without a held backup.
+func TestSlowRestoresReachAnOlderGoodBackup(t *testing.T) {
+	const restore = 50 * time.Minute
+	for _, activating := range []bool{false, true} {
+		f := newFallback(4, 3, 2)
+		held := "b1"
+		if activating {
+			held, f.v.Spec.Standby, f.late, f.v.Status.Standby.Held = "", false, true, nil
+		}
+		f.expect(t, 0, held+" b4")
+		for _, b := range []struct{ bad, then string }{{"b4", "b3"}, {"b3", "b2"}} {
+			f.images[b.bad] = imageOfTest(api.ImageInProgress, 0)
+			f.expect(t, restore, held+" "+b.bad)
+			f.images[b.bad].Status.State = api.ImageFailed
+			if !activating {
+				f.expect(t, 0, held+" "+b.bad)
+			}
+			f.expect(t, failurePatience, held+" "+b.then)
+		}
+		f.images["b2"] = imageOfTest(api.ImageInProgress, 0)
+		f.expect(t, 3*retryInterval, held+" b2")
+		f.images["b2"].Status.State = api.ImageReady
+		f.images["b2"].Status.ReadyCopies = 1
+		f.expect(t, 0, "b2 b4")
+	}
+}
+
+// TestFailedBackupsTakeTurns: when all backups fail, each gets another try in its turn, not before retryInterval.
+func TestFailedBackupsTakeTurns(t *testing.T) {
+	f := newFallback(4, 3, 2)
+	for _, b := range f.backups {
+		f.images[b.Name] = imageOfTest(api.ImageFailed, 0)
+	}
+	f.expect(t, 0, "b1 b4")
+	f.expect(t, 0, "b1 b4")
+	f.expect(t, failurePatience, "b1 b3")
+	f.expect(t, 0, "b1 b3")
+	f.expect(t, failurePatience, "b1 b2")
+	f.expect(t, 0, "b1 b2")
+	f.expect(t, failurePatience, "b1 b2")
+	for _, turn := range []string{"b1 b4", "b1 b3", "b1 b2", "b1 b4"} {
+		f.expect(t, retryInterval, turn)
+		f.expect(t, 0, turn)
+	}
+}
+
+// TestHealedBackupIsFetchedAgain: a backup that failed, and that a verification no longer finds damaged, counts as
+// untried.
+func TestHealedBackupIsFetchedAgain(t *testing.T) {
+	f := newFallback(4, 3)
+	f.images["b4"], f.images["b3"] = imageOfTest(api.ImageFailed, 0), imageOfTest(api.ImageInProgress, 0)
+	f.expect(t, 0, "b1 b4")
+	f.expect(t, 0, "b1 b4")
+	f.expect(t, failurePatience, "b1 b3")
+	f.backups[0].Status.Damaged = true // found after the failure
+	f.expect(t, 0, "b1 b3")
+	f.backups[0].Status.Damaged = false
+	f.expect(t, 0, "b1 b3") // arrives
+	f.images["b3"].Status.State = api.ImageFailed
+	f.expect(t, 0, "b1 b4")
 }
 
 // TestStoreThatIsAwayIsNoFaultOfABackup: while the target is unavailable, and for a while afterwards, a standby volume
