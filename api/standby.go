@@ -19,7 +19,7 @@ type StandbyStatus struct {
 	// Next is the newer backup that is being fetched, Progress how far, in percent.
 	Next     *StandbyBackup `json:"next,omitempty"`
 	Progress int32          `json:"progress,omitempty"`
-	// FailingSince is when the restore of Next failed first, in a store that answers.
+	// FailingSince is when the restore of Next failed first, in a store that answers, or when Next found no room.
 	FailingSince *metav1.Time `json:"failingSince,omitempty"`
 	// Failed are backups newer than the held one that could not be taken: all others come first.
 	Failed []FailedBackup `json:"failed,omitempty"`

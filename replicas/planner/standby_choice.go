@@ -15,9 +15,11 @@ const (
 	// activationPatience is how long an activation waits for an unavailable target, or for a backup that fails, before it
 	// takes an older one.
 	activationPatience = time.Minute
-	// failurePatience is how long the restore of a backup may fail before an older backup takes its place: a store that
-	// was away gets another try.
+	// failurePatience is how long a backup may fail, or find no room, before an older backup takes its place: a store or
+	// a disk that was away gets another try.
 	failurePatience = 10 * time.Minute
+	// almostWhole is the progress of an image, in percent, that is worth the wait for room.
+	almostWhole = 90
 	// retryInterval is the pause before a backup that failed gets another try, once no other backup is left.
 	retryInterval = time.Hour
 	// failureLimit bounds the failures in a status: everybody who writes into the store can add backups.
@@ -77,15 +79,19 @@ func advanceStandby(v *api.Volume, view *standbyView) (told []standbyEvent) {
 	if next := st.Next; next != nil {
 		listed := slices.ContainsFunc(newer, func(b *api.Backup) bool { return isNamed(next, b) })
 		newest := untried != nil && untried.CutAt().After(next.CutAt())
-		if len(st.Failed) >= failureLimit && !newest && listed {
-			choice = retried // no room for another failure
+		switch {
+		case newest || !listed:
+		case v.Spec.Standby && view.fault.reason == api.ReasonNoRoom && isAlmostWhole(view.next):
+			choice = nil // an older backup is no gain
+		case len(st.Failed) >= failureLimit:
+			choice = retried // no place for another failure
 		}
 		switch {
 		case view.fault.exists() && !listed, newest && !v.Spec.Standby:
 			view.dropNext(st)
 		case view.fault.exists() && choice != nil && view.mayFallBack(v):
 			told = append(told, view.giveWay(st, choice))
-		case view.fault.exists() && newest:
+		case view.fault.exists() && newest && view.fault.reason != api.ReasonNoRoom:
 			view.dropNext(st)
 		}
 	}
@@ -170,8 +176,6 @@ func (view *standbyView) mayFallBack(v *api.Volume) bool {
 		return false
 	case !v.Spec.Standby:
 		return view.late
-	case view.fault.reason == api.ReasonNoRoom:
-		return true
 	}
 	return view.now.Sub(v.Status.Standby.FailingSince.Time) >= failurePatience
 }
@@ -267,6 +271,11 @@ func isWhole(next *api.BackingImage, view *standbyView) bool {
 		least = min(least, max(view.held.Status.ReadyCopies, 1))
 	}
 	return next.Status.State == api.ImageReady && next.Status.ReadyCopies >= least
+}
+
+// isAlmostWhole reports whether an image is whole, or soon.
+func isAlmostWhole(img *api.BackingImage) bool {
+	return img.Status.State == api.ImageReady || img.Status.Progress >= almostWhole
 }
 
 // chooseActivated chooses the backup that an activated volume begins with; nil: the activation waits.

@@ -22,6 +22,7 @@ type fallback struct {
 	now     time.Time
 	away    bool
 	late    bool
+	full    int64 // no disk has room for this size; 0: each has
 }
 
 func newFallback(backups ...int) *fallback {
@@ -39,6 +40,14 @@ func newFallback(backups ...int) *fallback {
 func (f *fallback) step(after time.Duration) string {
 	f.now = f.now.Add(after)
 	view := &standbyView{backups: f.backups, copies: 1, now: f.now, late: f.late}
+	if f.full > 0 {
+		view.room = func(size int64) error {
+			if size < f.full {
+				return nil
+			}
+			return api.Errorf(api.Full, "no disk")
+		}
+	}
 	if f.away {
 		view.away = obstacle{api.ReasonTargetUnavailable, "away"}
 	}
@@ -281,6 +290,38 @@ func TestStandbyGrowsWithContentThatFits(t *testing.T) {
 	if w.isDeleted(third) {
 		t.Error("a whole backup without room is deleted, and no other can take its place")
 	}
+}
+
+// TestBackupWithoutRoomIsKeptForAWhile: a backup whose content has grown beyond all disks keeps its image for
+// failurePatience, and a whole image stays until there is room or a newer backup fits.
+func TestBackupWithoutRoomIsKeptForAWhile(t *testing.T) {
+	newest := func(state api.ImageState) *fallback {
+		f := newFallback(3, 2)
+		f.full = 65 << 20
+		f.expect(t, 0, "b1 b3")
+		f.images["b3"] = imageOfTest(state, 0)
+		f.images["b3"].Status.VirtualSize, f.images["b3"].Status.Readable = 128<<20, true
+		f.expect(t, 0, "b1 b3")
+		return f
+	}
+	f := newest(api.ImageInProgress)
+	f.backups = append([]*api.Backup{backupOfTest(4)}, f.backups...)
+	f.expect(t, failurePatience-time.Second, "b1 b3")
+	f.expect(t, time.Second, "b1 b4")
+	f = newest(api.ImageInProgress)
+	f.expect(t, failurePatience, "b1 b2")
+
+	f = newest(api.ImageInProgress)
+	f.images["b3"].Status.Progress = almostWhole
+	f.expect(t, failurePatience, "b1 b3")
+	f.images["b3"] = imageOfTest(api.ImageReady, 1)
+	f.images["b3"].Status.VirtualSize = 128 << 20
+	f.expect(t, failurePatience, "b1 b3")
+	if s := f.following(); !strings.HasPrefix(s, "False NoRoom: backup b3") {
+		t.Errorf("without room: %s", s)
+	}
+	f.full = 256 << 20
+	f.expect(t, 0, "b3")
 }
 
 // TestFirstBackupWithoutRoomIsReported: a standby volume without a disk for its first backup says so in the condition
