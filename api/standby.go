@@ -20,7 +20,9 @@ type StandbyStatus struct {
 	Next     *StandbyBackup `json:"next,omitempty"`
 	Progress int32          `json:"progress,omitempty"`
 	// FailingSince is when the restore of Next failed first, in a store that answers, or when Next found no room.
-	FailingSince *metav1.Time `json:"failingSince,omitempty"`
+	// FailingProgress is the progress then: a restore that gets further has recovered.
+	FailingSince    *metav1.Time `json:"failingSince,omitempty"`
+	FailingProgress int32        `json:"failingProgress,omitempty"`
 	// Failed are backups newer than the held one that could not be taken: all others come first.
 	Failed []FailedBackup `json:"failed,omitempty"`
 	// Message says what the activation took, and why.

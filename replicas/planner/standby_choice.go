@@ -146,7 +146,7 @@ func (view *standbyView) judgeNext(v *api.Volume) {
 	st, img := v.Status.Standby, view.next
 	next := st.Next
 	if view.away.exists() {
-		st.FailingSince = nil
+		st.FailingSince, st.FailingProgress = nil, 0
 	}
 	if next == nil || img == nil {
 		return
@@ -163,8 +163,11 @@ func (view *standbyView) judgeNext(v *api.Volume) {
 	case damaged && !v.Spec.Standby && !v.Spec.AllowDamaged && img.Status.State != api.ImageReady:
 		view.fault = obstacle{api.ReasonRestoreFailed, "a verification found bytes of the backup lost or changed in the store"}
 	}
-	if view.fault.exists() && !view.away.exists() && st.FailingSince == nil {
-		st.FailingSince = &metav1.Time{Time: view.now}
+	switch progress := max(img.Status.Progress, st.Progress); { // a failed image may have lost its progress
+	case view.fault.exists() && !view.away.exists() && st.FailingSince == nil:
+		st.FailingSince, st.FailingProgress = &metav1.Time{Time: view.now}, progress
+	case !view.fault.exists() && progress > st.FailingProgress:
+		st.FailingSince, st.FailingProgress = nil, 0
 	}
 }
 
@@ -182,7 +185,7 @@ func (view *standbyView) mayFallBack(v *api.Volume) bool {
 
 // dropNext ends the fetching of the next backup.
 func (view *standbyView) dropNext(st *api.StandbyStatus) {
-	st.Next, st.FailingSince = nil, nil
+	st.Next, st.FailingSince, st.FailingProgress, st.Progress = nil, nil, 0, 0
 	view.next, view.fault = nil, obstacle{}
 }
 

@@ -292,6 +292,24 @@ func TestStandbyGrowsWithContentThatFits(t *testing.T) {
 	}
 }
 
+// TestProgressEndsTheFailureOfARestore: a restore that failed at its beginning, and that got further afterwards, has the
+// whole patience again for a later failure. Another try that only repeats the same progress counts as the same failure.
+func TestProgressEndsTheFailureOfARestore(t *testing.T) {
+	f := newFallback(3, 2)
+	f.expect(t, 0, "b1 b3")
+	f.images["b3"] = imageOfTest(api.ImageFailed, 0)
+	image := &f.images["b3"].Status
+	f.expect(t, 0, "b1 b3")
+	image.State, image.Progress = api.ImageInProgress, 60
+	f.expect(t, 2*failurePatience, "b1 b3")
+	image.State, image.Progress = api.ImageFailed, 0 // the statuses of the copies are gone
+	f.expect(t, time.Second, "b1 b3")
+	image.State, image.Progress = api.ImageInProgress, 60
+	f.expect(t, failurePatience, "b1 b3")
+	image.State = api.ImageFailed
+	f.expect(t, time.Second, "b1 b2")
+}
+
 // TestBackupWithoutRoomIsKeptForAWhile: a backup whose content has grown beyond all disks keeps its image for
 // failurePatience, and a whole image stays until there is room or a newer backup fits.
 func TestBackupWithoutRoomIsKeptForAWhile(t *testing.T) {
