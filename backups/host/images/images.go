@@ -1,7 +1,7 @@
 // Package images opens images of the cluster on the disks of this node. It starts no goroutine and has no lock.
 //
-// Invariant: an open image is whole on its disk, whose reads compare each chunk with its digest. The files of its layers
-// stay open, so an image that is deleted meanwhile is read to its end.
+// Invariant: the disk has all of an open image, and compares each chunk that is read with the chunk's digest. The files
+// of the layers stay open, so a reader reads a deleted image to the end.
 package images
 
 import (
