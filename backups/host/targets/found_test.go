@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/tags"
@@ -80,6 +81,13 @@ func TestHostileLabelsStopNoVisit(t *testing.T) {
 // listed are the names of the Backups.
 func (w *world) listed() string { return strings.Join(slices.Sorted(maps.Keys(w.backups())), " ") }
 
+// day are the tags of a backup of a volume on a day.
+func day(volume string, n int) []string {
+	f := factsOf(fmt.Sprintf("%s-%d", volume, n))
+	f.Volume, f.Object, f.SnapshotCreated = volume, uid(3+n), fmt.Sprintf("2026-01-%02dT00:00:00Z", n)
+	return f.Tags()
+}
+
 // TestNewestBackupsAreListed: of a store with more backups than may have objects, the newest of each volume have one
 // first, and the newest of all. A newer backup takes the place of an old one, unless a restore reads the old one. The
 // store keeps all.
@@ -87,11 +95,6 @@ func TestNewestBackupsAreListed(t *testing.T) {
 	t.Parallel()
 	w := startWorld(t, func(r *targetReconciler) { r.opts.MostBackups = 3 }, "node-1")
 	s := newShelf(t, api.PublishedPassword)
-	day := func(volume string, n int) []string {
-		f := factsOf(fmt.Sprintf("%s-%d", volume, n))
-		f.Volume, f.Object, f.SnapshotCreated = volume, uid(3+n), fmt.Sprintf("2026-01-%02dT00:00:00Z", n)
-		return f.Tags()
-	}
 	old := s.saveMany(1000, day("a", 3), day("a", 5), day("b", 1), day("a", 2), []string{"of restic"}, day("a", 4))
 	w.addTarget("default", s.url(), "")
 	target := w.awaitReason("default", api.ReasonAvailable, "")
@@ -109,13 +112,46 @@ func TestNewestBackupsAreListed(t *testing.T) {
 		SourceParameters: map[string]string{api.RestoreBackupURL: w.backups()["a-5"].Status.URL}}}
 	w.Create(img)
 	s.save(100, day("a", 7)...)
-	if target = w.sync("default"); w.listed() != "a-5 a-7 b-1" {
+	if target = w.sync("default"); w.listed() != "a-5 a-6 a-7 b-1" {
 		t.Errorf("while a restore reads a-5: Backups %s", w.listed())
 	}
 	w.Delete(img)
 	s.save(100, day("b", 8)...)
+	w.sync("default") // b-1 has its object until b-8 has one
 	if target = w.sync("default"); w.listed() != "a-6 a-7 b-8" || target.Status.Backups != 8 {
 		t.Errorf("after the restore: Backups %s, %d in the store", w.listed(), target.Status.Backups)
+	}
+}
+
+// TestFloodOfVolumesKeepsObjects: new backups of many volumes take no object of the newest backup of a volume, of which a
+// newer backup still gets one. The older ones stay known: a sweep does not believe a list that lacks one of them.
+func TestFloodOfVolumesKeepsObjects(t *testing.T) {
+	t.Parallel()
+	w := startWorld(t, func(r *targetReconciler) { r.opts.MostBackups = 3 }, "node-1")
+	s := newShelf(t, api.PublishedPassword)
+	old := s.saveMany(1000, day("a", 1), day("a", 2), day("b", 1))
+	w.addTarget("default", s.url(), "")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	s.saveMany(1000, day("c", 10), day("d", 11), day("e", 12), day("f", 13))
+	if w.sync("default"); w.listed() != "a-2 b-1 f-13" {
+		t.Errorf("after a flood: Backups %s", w.listed())
+	}
+	s.save(100, day("a", 3)...)
+	s.save(100, day("b", 2)...)
+	w.sync("default")
+	if w.sync("default"); w.listed() != "a-3 b-2 f-13" {
+		t.Errorf("after newer backups of the volumes: Backups %s", w.listed())
+	}
+	w.hooks.hide("snapshots/" + old[0].String())
+	at := metav1.NewTime(w.clock.now())
+	apitest.EditStatus(w.Server, &api.BackupTarget{ObjectMeta: apitest.Named("default")}, func(b *api.BackupTarget) {
+		b.Status.SweepRequested = &at
+	})
+	w.clock.advance(time.Minute)
+	w.wake("default")
+	swept := w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.LastSweep != nil })
+	if m := swept.Status.LastSweep.Message; !strings.Contains(m, "lacks snapshot "+old[0].String()[:8]) {
+		t.Errorf("a sweep with a list that lacks a backup says %q", m)
 	}
 }
 

@@ -16,7 +16,9 @@ import (
 
 // Everybody with the password can write snapshots, and objects fill the API server: the objects of found backups are
 // bounded. A flood of backups of one volume must not hide those of others, and old backups must not hide new ones, which
-// a standby volume waits for: the newest backup of each volume and image has an object first.
+// a standby volume waits for: the newest backup of each volume and image has an object first. Nor must a flood of volumes
+// hide those with an object: the newest backup of a volume that has an object keeps it, and newer backups of this volume
+// get theirs, also beyond the bound, until the next visit.
 
 // listing is a backup of the store in the choice of those with an object.
 type listing struct {
@@ -81,22 +83,36 @@ func (v *visit) boundListed(ctx context.Context, r snapshotLister, unknown []rep
 	return create, nil
 }
 
-// chooseListed returns at most most backups that have an object, or are to get one, and all that stay.
+// chooseListed returns the backups that have an object, or are to get one: all that stay, of each subject with an object
+// the newest backup and the newest that has an object, and others up to most in all.
 func chooseListed(all []listing, most int) []listing {
-	newest := map[string]listing{} // by subject
-	for _, l := range all {
+	newest, newestListed := map[string]listing{}, map[string]listing{} // by subject
+	note := func(newest map[string]listing, l listing) {
 		if n, is := newest[l.subject]; !is || isNewer(l, n) {
 			newest[l.subject] = l
 		}
 	}
+	for _, l := range all {
+		note(newest, l)
+		if l.object != nil {
+			note(newestListed, l)
+		}
+	}
+	const always = 1 // first up to it
 	first := func(l listing) int {
+		kept, isListed := newestListed[l.subject]
 		switch {
 		case l.stays:
 			return 0
+		case isListed && kept.id == l.id:
+			return always
 		case newest[l.subject].id == l.id:
-			return 1
+			if isListed {
+				return always
+			}
+			return 2
 		}
-		return 2
+		return 3
 	}
 	slices.SortFunc(all, func(a, b listing) int {
 		if d := first(a) - first(b); d != 0 {
@@ -108,7 +124,7 @@ func chooseListed(all []listing, most int) []listing {
 		return 1
 	})
 	n := min(max(most, 0), len(all))
-	for n < len(all) && all[n].stays {
+	for n < len(all) && first(all[n]) <= always {
 		n++
 	}
 	return all[:n]

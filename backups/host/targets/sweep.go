@@ -56,11 +56,12 @@ func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
 	return do(opened)
 }
 
-// sweep deletes the packs that no backup needs.
-func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, o Options) sweepResult {
+// sweep deletes the packs that no backup needs. unlisted are snapshots of backups without an object.
+func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted []blob.ID, o Options) sweepResult {
 	result := sweepResult{request: *t.Status.SweepRequested}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) error {
-		options := repo.SweepOptions{Poll: o.SweepPoll, Threshold: int(t.Spec.SweepThreshold), Writer: smallWriter}
+		options := repo.SweepOptions{Known: unlisted, Poll: o.SweepPoll, Threshold: int(t.Spec.SweepThreshold),
+			Writer: smallWriter}
 		backups, err := backupsOf(ctx, r.live, t.Name)
 		if err != nil {
 			return err

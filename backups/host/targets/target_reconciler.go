@@ -3,6 +3,8 @@ package targets
 import (
 	"context"
 	"log/slog"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -280,9 +282,9 @@ func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, r
 	}
 	if !rec.sweep.isRunning() {
 		if due := rec.nextSweep(t, r.opts.SweepDelay); isDue(due, now) {
-			target := t.DeepCopy()
+			target, unlisted := t.DeepCopy(), slices.Collect(maps.Keys(rec.unlisted))
 			rec.sweep = startJob(ctx, r.jobs, t.Name, "sweep", func(ctx context.Context) sweepResult {
-				return r.repositories.sweep(ctx, target, r.opts)
+				return r.repositories.sweep(ctx, target, unlisted, r.opts)
 			})
 		} else {
 			next = earlier(next, due)

@@ -26,6 +26,7 @@ type targetRecord struct {
 	missingAt   time.Time            // visitResult.missingAt
 	claimed     *api.TargetClaim     // of this process; the next visit may make the repository
 	memory      *visitMemory
+	unlisted    map[blob.ID]bool // snapshots of backups without an object at the last visit, because there are too many
 
 	deletion      *job[deletionResult]
 	deleteAgain   time.Time          // no deletion begins before
@@ -175,6 +176,10 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 	}
 	if v.listed {
 		applyCount(t, v)
+		rec.unlisted = make(map[blob.ID]bool, len(v.unlisted))
+		for _, id := range v.unlisted {
+			rec.unlisted[id] = true
+		}
 		synced := metav1.NewTime(v.listedAt)
 		st.Backups, st.LastSyncedAt = int32(v.backups), &synced //nolint:gosec // a repository lists at most 2^18 snapshots
 	}
@@ -241,6 +246,9 @@ func (rec *targetRecord) applyDeletion(t *api.BackupTarget, backups []api.Stored
 	}
 	rec.deleteAgain, rec.deleteMessage = time.Time{}, ""
 	rec.kept, rec.keptUntil = d.kept, now.Add(keptTime)
+	for _, id := range d.ids { // a visit that failed may have made their objects
+		delete(rec.unlisted, id)
+	}
 	for _, b := range backups {
 		if _, before := rec.deleted[b.GetUID()]; !before && b.GetDeletionTimestamp() != nil && d.has(b) {
 			rec.deleted[b.GetUID()] = false

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
+	"slices"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -62,6 +64,7 @@ type visitResult struct {
 	backups      int       // in the store
 	found        int       // Backups that the visit created
 	tooMany      int       // backups in the store without a Backup, because the target has too many
+	unlisted     []blob.ID // snapshots of such backups
 	lost         int       // Backups that the visit deleted
 	missingAt    time.Time // the first missing snapshot may be deleted from then on; zero: none is missing
 }
@@ -235,7 +238,7 @@ func (v *visit) compareBackups(ctx context.Context, r snapshotLister, result *vi
 	if err := v.pull(ctx, r, files, known, result); err != nil {
 		return err
 	}
-	result.listed = true
+	result.listed, result.unlisted = true, slices.Collect(maps.Keys(v.memory.unlisted))
 	return nil
 }
 
