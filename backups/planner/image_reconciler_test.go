@@ -164,6 +164,50 @@ func TestImageBackupThatFailsDelaysNoVolume(t *testing.T) {
 	w.awaitSource("again", "n1")
 }
 
+// TestBackupFollowsTheDeletionOfItsImagesBackup: while the completed backup of the image is being deleted, the backup of
+// a volume waits, and then for the next backup of the image. It does not wait for a deletion that waits itself.
+func TestBackupFollowsTheDeletionOfItsImagesBackup(t *testing.T) {
+	w := newWorld(t)
+	w.addNodes("n1", "n2")
+	w.addTarget("t")
+	w.addImage("golden", "a", "n2")
+	w.addSnapshot(w.addVolumeOf("v", "golden", "n1"), "s")
+	const name = "golden-aaaaaaaa.t"
+	w.addBackup("first", "v", "s")
+	x := w.awaitImageSource(name, "n2")
+	w.storeImage(x)
+	w.complete(w.awaitSource("first", "n1"))
+
+	w.Delete(x)
+	w.awaitDeletionSeen(x)
+	w.addBackup("during", "v", "s")
+	w.awaitState("during", api.BackupPending, "waits for BackupBackingImage "+name)
+	w.stays("during", "the backup of the image is being deleted")
+	apitest.Edit(w.Server, x, func(b *api.BackupBackingImage) { b.Finalizers = nil }) // the target's owner
+	w.awaitImageBackup(name, "is another", func(b *api.BackupBackingImage) bool { return b.UID != x.UID })
+	x = w.awaitImageSource(name, "n2")
+	w.storeImage(x)
+	w.complete(w.awaitSource("during", "n1"))
+
+	w.Delete(x)
+	w.awaitDeletionSeen(x)
+	w.addBackup("held", "v", "s")
+	w.awaitState("held", api.BackupPending, "waits for BackupBackingImage "+name)
+	apitest.EditStatus(w.Server, x, func(b *api.BackupBackingImage) {
+		b.Status.State, b.Status.Message = api.BackupDeleting, "backups of volumes need the image"
+	})
+	w.awaitSource("held", "n1")
+}
+
+// awaitDeletionSeen waits until the cache of the planner has the deletion of an image's backup.
+func (w *world) awaitDeletionSeen(x *api.BackupBackingImage) {
+	w.T.Helper()
+	w.awaitImageBackup(x.Name, "is being deleted in the cache of the planner", func(*api.BackupBackingImage) bool {
+		var seen api.BackupBackingImage
+		return w.cached.Get(w.Ctx, client.ObjectKeyFromObject(x), &seen) == nil && seen.DeletionTimestamp != nil
+	})
+}
+
 // awaitLaterSecond waits until the API server gives objects another second of creation.
 func (w *world) awaitLaterSecond(than metav1.Time) {
 	w.T.Helper()

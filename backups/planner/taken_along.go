@@ -92,8 +92,11 @@ func (r *backupReconciler) createImageBackup(ctx context.Context, b *api.Backup,
 		} else if err != nil {
 			return err
 		}
-		if x.IsOf(b.Target(), img.Name, digest) && (!x.Ended() || x.DeletionTimestamp != nil && x.Status.SnapshotID == "") {
-			return waitForImage(x) // the cache is late, or a backup that failed is being deleted
+		// The cache is late, or a backup is being deleted, and the next one follows. A deletion that itself waits, as its
+		// status tells, may wait for ever.
+		if x.IsOf(b.Target(), img.Name, digest) && (!x.Ended() ||
+			x.DeletionTimestamp != nil && (x.Status.SnapshotID == "" || x.Status.State != api.BackupDeleting)) {
+			return waitForImage(x)
 		}
 		return nil
 	case err != nil:
