@@ -3,6 +3,7 @@ package api
 import (
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
@@ -130,6 +131,11 @@ const (
 
 // ConditionTooManyBackups is True on a BackupTarget whose store has more backups than may have a Backup.
 const ConditionTooManyBackups = "TooManyBackups"
+
+// HasUnlisted reports whether the store has backups without a Backup, because the target has too many.
+func (t *BackupTarget) HasUnlisted() bool {
+	return meta.IsStatusConditionTrue(t.Status.Conditions, ConditionTooManyBackups)
+}
 
 // Reasons of ConditionTooManyBackups.
 const (

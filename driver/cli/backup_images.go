@@ -185,7 +185,8 @@ func deleteImageBackup(ctx context.Context, c client.WithWatch, name string, for
 	return deleteBackup(ctx, c, b, name, wait, remarks)
 }
 
-// refuseNeeded refuses the deletion of the only backup of an image while backups of volumes with the image exist.
+// refuseNeeded refuses the deletion of the only backup of an image while backups of volumes with the image exist, or may
+// exist without an object.
 func refuseNeeded(ctx context.Context, c client.Client, b *api.BackupBackingImage) error {
 	others, err := imageBackupsOf(ctx, c, b.Target())
 	if err != nil {
@@ -211,6 +212,14 @@ func refuseNeeded(ctx context.Context, c client.Client, b *api.BackupBackingImag
 	if len(users) > 0 {
 		return api.Errorf(api.InUse, "backup %q: restores of %s bring its image back: delete these backups first, or use "+
 			"--force", b.Name, someOf("backup", users))
+	}
+	t := &api.BackupTarget{}
+	if err := c.Get(ctx, client.ObjectKey{Name: b.Target()}, t); client.IgnoreNotFound(err) != nil {
+		return explain(ctx, err)
+	}
+	if t.HasUnlisted() {
+		return api.Errorf(api.InUse, "backup %q: backup target %q has too many backups for an object each, and restores of "+
+			"those without may bring the image back: delete backups until each has an object, or use --force", b.Name, t.Name)
 	}
 	return nil
 }

@@ -60,7 +60,7 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 		if _, deleted := rec.deleted[b.GetUID()]; deleted || !isToDelete(b) {
 			continue
 		}
-		if why := explainNeed(b, backups); why != "" { // the deletion of a Backup wakes the reconciler
+		if why := explainNeed(b, backups, t.HasUnlisted()); why != "" { // the deletion of a Backup wakes the reconciler
 			if err := r.writeWaiting(ctx, b, why); err != nil {
 				return next, err
 			}
@@ -109,8 +109,9 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 }
 
 // explainNeed says which Backups need a deleted image's backup: a restore of their volumes brings the image back. It is
-// empty if another backup of the same content stays, or the user forces the deletion.
-func explainNeed(b api.StoredBackup, backups []api.StoredBackup) string {
+// empty if another backup of the same content stays, or the user forces the deletion. hasUnlisted: backups without an
+// object may need the image, too.
+func explainNeed(b api.StoredBackup, backups []api.StoredBackup, hasUnlisted bool) string {
 	image, is := b.(*api.BackupBackingImage)
 	_, force := b.GetAnnotations()[api.AnnotationForceDelete]
 	if _, stored := snapshotOf(b); !is || force || !stored {
@@ -133,7 +134,12 @@ func explainNeed(b api.StoredBackup, backups []api.StoredBackup) string {
 			}
 		}
 	}
-	if users == 0 {
+	switch {
+	case users == 0 && hasUnlisted:
+		return fmt.Sprintf("backup target %s: has too many backups for an object each, and those without may need image %s; "+
+			"delete backups until each has an object, or set the annotation %s", image.Target(), name,
+			api.AnnotationForceDelete)
+	case users == 0:
 		return ""
 	}
 	return fmt.Sprintf("%s of volumes with image %s exist in backup target %s; delete these backups first, or set the "+

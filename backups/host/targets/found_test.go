@@ -155,6 +155,31 @@ func TestFloodOfVolumesKeepsObjects(t *testing.T) {
 	}
 }
 
+// TestImageBackupStaysWhileBackupsHaveNoObject: backups without an object may need the backup of an image, which is
+// deleted by force alone until each backup has an object again.
+func TestImageBackupStaysWhileBackupsHaveNoObject(t *testing.T) {
+	t.Parallel()
+	w := startWorld(t, func(r *targetReconciler) { r.opts.MostBackups = 2 }, "node-1")
+	s := newShelf(t, api.PublishedPassword)
+	image := tags.Facts{Backup: "golden", Image: "golden", ImageDigest: strings.Repeat("a", 64), Object: uid(1),
+		VolumeSize: 10 << 20}
+	ids := s.saveMany(1000, image.Tags(), day("a", 1), day("a", 2))
+	w.addTarget("default", s.url(), "")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	found := &api.BackupBackingImage{ObjectMeta: apitest.Named("golden")}
+	w.Delete(found)
+	apitest.Await(w.Server, found, &api.BackupBackingImageList{}, "waiting", func(b *api.BackupBackingImage) bool {
+		return b.Status.State == api.BackupDeleting && strings.Contains(b.Status.Message, "may need image golden")
+	})
+	if !s.has(ids[0]) {
+		t.Error("the store lost the backup of the image")
+	}
+	w.Delete(w.backups()["a-2"])
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("a-2")}, &api.BackupList{})
+	w.sync("default")
+	w.AwaitDeleted(found, &api.BackupBackingImageList{})
+}
+
 // TestInstantBeyondTheStoreIsNoted: a backup that claims an instant in the future has the instant of its object in the
 // store in its status, also a backup of this cluster. A store whose clock is behind changes the instant of no other
 // backup.
