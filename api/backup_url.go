@@ -59,6 +59,19 @@ func (r BackupRef) Matches(text string) bool {
 	return o == r || o.AnyOfImage() == r
 }
 
+// NameIn is the backup's name in the store of a target, and its StoredBackup.Subject; empty: the backup is of another
+// store, or r names no single backup.
+func (r BackupRef) NameIn(targetURL string) (backup, subject string) {
+	u, err := url.Parse(targetURL)
+	switch {
+	case err != nil || storeOf(u) != r.store || !r.NamesBackup():
+		return "", ""
+	case r.image != "":
+		return r.backup, (&BackupBackingImage{Spec: BackupBackingImageSpec{BackingImageName: r.image}}).Subject()
+	}
+	return r.backup, (&Backup{Spec: BackupSpec{Volume: r.volume}}).Subject()
+}
+
 // AnyOfImage is r as Longhorn names the backup of an image.
 func (r BackupRef) AnyOfImage() BackupRef {
 	if r.image != "" {

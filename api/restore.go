@@ -75,6 +75,12 @@ func (v *Volume) BaseImage() string {
 // IsHidden reports whether Drover made the image for a volume of a backup or of an import.
 func (i *BackingImage) IsHidden() bool { return i.Labels[LabelHidden] != "" }
 
+// WaitsForRestore reports whether a volume from a backup has no content yet.
+func (v *Volume) WaitsForRestore() bool {
+	return v.Spec.FromBackup != "" && !v.FollowsBackups() && v.DeletionTimestamp == nil &&
+		(v.Status.State == "" || v.Status.State == VolumeCreating)
+}
+
 // backupScheme begins the handle of a backup in CSI: bak://VOLUME/BACKUP, as Longhorn's.
 const backupScheme = "bak://"
 

@@ -346,7 +346,7 @@ func TestRestoredVolumeKeepsTheUsersImage(t *testing.T) {
 	}
 	for state, waits := range map[api.VolumeState]bool{"": true, api.VolumeCreating: true, api.VolumeDetached: false,
 		api.VolumeAttached: false} {
-		if v.Status.State = state; waitsForRestore(v) != waits {
+		if v.Status.State = state; v.WaitsForRestore() != waits {
 			t.Errorf("a volume in state %q brings its image: %v", state, !waits)
 		}
 	}

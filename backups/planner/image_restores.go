@@ -46,13 +46,6 @@ func endChanged(old, now client.Object) bool {
 	return old.(api.StoredBackup).Common().State != now.(api.StoredBackup).Common().State
 }
 
-// waitsForRestore reports whether a volume from a backup has no content yet. The image of a later volume is the user's
-// to delete.
-func waitsForRestore(v *api.Volume) bool {
-	return v.Spec.FromBackup != "" && !v.FollowsBackups() && v.DeletionTimestamp == nil &&
-		(v.Status.State == "" || v.Status.State == api.VolumeCreating)
-}
-
 // restoredVolumes requests the volumes that wait for a restore.
 func (r *restoreReconciler) restoredVolumes(ctx context.Context, _ client.Object) (requests []reconcile.Request) {
 	var list api.VolumeList
@@ -60,7 +53,7 @@ func (r *restoreReconciler) restoredVolumes(ctx context.Context, _ client.Object
 		r.log.Error("volumes cannot be listed", "error", err)
 	}
 	for i := range list.Items {
-		if v := &list.Items[i]; waitsForRestore(v) {
+		if v := &list.Items[i]; v.WaitsForRestore() {
 			requests = append(requests, watch.Request(v.Name))
 		}
 	}
@@ -73,7 +66,7 @@ func (r *restoreReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ct
 	if err := r.Get(ctx, req.NamespacedName, v); err != nil {
 		return ctrl.Result{}, client.IgnoreNotFound(err)
 	}
-	if !waitsForRestore(v) {
+	if !v.WaitsForRestore() { // the image of a later volume is the user's to delete
 		delete(r.told, v.UID)
 		return ctrl.Result{}, nil
 	}

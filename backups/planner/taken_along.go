@@ -92,8 +92,8 @@ func (r *backupReconciler) createImageBackup(ctx context.Context, b *api.Backup,
 		} else if err != nil {
 			return err
 		}
-		// The cache is late, or a backup is being deleted, and the next one follows. A deletion that itself waits, as its
-		// status tells, may wait for ever.
+		// The cache is late, or a backup is being deleted, and the next one follows. A deletion whose status
+		// tells why it waits may wait for ever.
 		if x.IsOf(b.Target(), img.Name, digest) && (!x.Ended() ||
 			x.DeletionTimestamp != nil && (x.Status.SnapshotID == "" || x.Status.State != api.BackupDeleting)) {
 			return waitForImage(x)

@@ -123,6 +123,38 @@ func TestNewestBackupsAreListed(t *testing.T) {
 	}
 }
 
+// TestSoughtBackupsHaveObjects: the object of a backup stays while a volume waits that begins with the backup. A backup
+// without an object gets one when the URL in a volume, or in an image, names it.
+func TestSoughtBackupsHaveObjects(t *testing.T) {
+	t.Parallel()
+	w := startWorld(t, func(r *targetReconciler) { r.opts.MostBackups = 2 }, "node-1")
+	s := newShelf(t, api.PublishedPassword)
+	s.saveMany(1000, day("a", 1), day("a", 2))
+	w.addTarget("default", s.url(), "")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	waiting := apitest.Volume("waiting", 16<<20)
+	waiting.Spec.FromBackup = w.backups()["a-1"].Status.URL
+	w.Create(waiting)
+	s.saveMany(1000, day("a", 3), day("a", 4))
+	w.sync("default")
+	if w.sync("default"); w.listed() != "a-1 a-4" {
+		t.Errorf("while a volume waits: Backups %s", w.listed())
+	}
+	apitest.EditStatus(w.Server, waiting, func(v *api.Volume) { v.Status.State = api.VolumeDetached })
+	w.sync("default")
+	if w.sync("default"); w.listed() != "a-3 a-4" {
+		t.Errorf("after the restore: Backups %s", w.listed())
+	}
+	late := apitest.Volume("late", 16<<20)
+	late.Spec.FromBackup = api.BackupURL(s.url(), "a-1", "a")
+	w.Create(late, &api.BackingImage{ObjectMeta: apitest.Named("late"), Spec: api.BackingImageSpec{MinNumberOfCopies: 1,
+		SourceType:       api.SourceRestore,
+		SourceParameters: map[string]string{api.RestoreBackupURL: api.BackupURL(s.url(), "a-2", "a")}}})
+	if w.sync("default"); w.listed() != "a-1 a-2 a-4" {
+		t.Errorf("while restores seek older backups: Backups %s", w.listed())
+	}
+}
+
 // TestFloodOfVolumesKeepsObjects: new backups of many volumes take no object of the newest backup of a volume, of which a
 // newer backup still gets one. The older ones stay known: a sweep does not believe a list that lacks one of them.
 func TestFloodOfVolumesKeepsObjects(t *testing.T) {

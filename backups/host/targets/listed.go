@@ -17,16 +17,17 @@ import (
 // Everybody with the password can write snapshots, and objects fill the API server: the objects of found backups are
 // bounded. A flood of backups of one volume must not hide those of others, and old backups must not hide new ones, which
 // a standby volume waits for: the newest backup of each volume and image has an object first. Nor must a flood of volumes
-// hide those with an object: the newest backup of a volume that has an object keeps it, and newer backups of this volume
-// get theirs, also beyond the bound, until the next visit.
+// hide those with an object: the newest object of a volume stays until a newer backup of the volume has an object, for
+// which the bound may be exceeded until the next visit.
 
 // listing is a backup of the store in the choice of those with an object.
 type listing struct {
 	id      blob.ID
+	name    string           // of the object, or of the backup in its tags
 	subject string           // api.StoredBackup.Subject
 	cutAt   time.Time        // of the content
 	object  api.StoredBackup // nil: the backup has none
-	stays   bool             // the object is in use
+	stays   bool             // the object is in use, or a restore seeks the backup
 }
 
 // boundListed chooses which of the backups get an object. listed are the objects of the backups in the store; coming is
@@ -48,14 +49,15 @@ func (v *visit) boundListed(ctx context.Context, r snapshotLister, unknown []rep
 		return nil, err
 	}
 	unlisted := len(all)
-	inUse, err := v.backupsInUse(ctx)
+	used, err := v.findUsed(ctx)
 	if err != nil {
 		return nil, err
 	}
+	v.markSought(all, listed, used.refs)
 	for id, b := range listed {
 		if b.FoundSnapshot() != "" {
-			stays := b.Common().State != api.BackupCompleted || b.GetDeletionTimestamp() != nil || inUse(b)
-			all = append(all, listing{id, b.Subject(), b.CutAt(), b, stays})
+			stays := b.Common().State != api.BackupCompleted || b.GetDeletionTimestamp() != nil || used.has(b)
+			all = append(all, listing{id, b.GetName(), b.Subject(), b.CutAt(), b, stays})
 		}
 	}
 	chosen := map[blob.ID]bool{}
@@ -78,7 +80,7 @@ func (v *visit) boundListed(ctx context.Context, r snapshotLister, unknown []rep
 			return nil, err
 		}
 		result.tooMany++
-		v.memory.unlisted[l.id] = listing{id: l.id, subject: l.subject, cutAt: l.cutAt}
+		v.memory.unlisted[l.id] = listing{id: l.id, name: l.name, subject: l.subject, cutAt: l.cutAt}
 	}
 	return create, nil
 }
@@ -170,27 +172,85 @@ func (v *visit) describeUnlisted(ctx context.Context, r snapshotLister, unknown 
 			}
 			b := v.newBackup(f.facts.Backup, f)
 			v.setStatus(b, f)
-			memory[f.snapshot.ID] = listing{id: f.snapshot.ID, subject: b.Subject(), cutAt: b.CutAt()}
+			memory[f.snapshot.ID] = listing{id: f.snapshot.ID, name: b.GetName(), subject: b.Subject(), cutAt: b.CutAt()}
 		}
 	}
 	return slices.Collect(maps.Values(memory)), nil
 }
 
-// backupsInUse tells which Backups restores and copies read, and would not find again.
-func (v *visit) backupsInUse(ctx context.Context) (func(api.StoredBackup) bool, error) {
+// usedBackups are the backups that restores and copies read, and would not find again.
+type usedBackups struct {
+	refs  map[api.BackupRef]bool // of restores
+	names map[string]bool        // of Backups that are copied
+}
+
+func (u usedBackups) has(b api.StoredBackup) bool {
+	ref, err := api.ParseBackupURL(b.Common().URL)
+	return err == nil && (u.refs[ref] || u.refs[ref.AnyOfImage()]) || u.names[b.GetName()]
+}
+
+// findUsed finds the backups in use, also those of volumes that have no hidden image yet.
+func (v *visit) findUsed(ctx context.Context) (usedBackups, error) {
+	used := usedBackups{map[api.BackupRef]bool{}, map[string]bool{}}
+	var volumes api.VolumeList // before the images: a volume that ceases to wait has its image
+	if err := v.repositories.live.List(ctx, &volumes); err != nil {
+		return used, api.Explain(err, "list volumes")
+	}
+	for i := range volumes.Items {
+		volume := &volumes.Items[i]
+		if ref, err := api.ParseBackupURL(volume.RestoredURL()); err == nil && volume.WaitsForRestore() {
+			used.refs[ref] = true
+		}
+	}
 	unfinished, err := unfinishedRestores(ctx, v.repositories.live)
 	if err != nil {
-		return nil, err
+		return used, err
+	}
+	for ref := range unfinished {
+		used.refs[ref] = true
 	}
 	var list api.BackupList
 	if err := v.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
-		return nil, api.Explain(err, "list backups")
+		return used, api.Explain(err, "list backups")
 	}
-	copied := map[string]bool{}
 	for i := range list.Items {
 		if b := &list.Items[i]; b.Spec.CopyOf != "" && !b.Ended() {
-			copied[b.Spec.CopyOf] = true
+			used.names[b.Spec.CopyOf] = true
 		}
 	}
-	return func(b api.StoredBackup) bool { return unfinished.of(b) != nil || copied[b.GetName()] }, nil
+	return used, nil
+}
+
+// markSought marks the backups without an object that restores seek by URL: for each URL without an object the newest
+// backup alone, since a flood may have many backups of one name.
+func (v *visit) markSought(unlisted []listing, listed map[blob.ID]api.StoredBackup, sought map[api.BackupRef]bool) {
+	has := map[api.BackupRef]bool{}
+	for _, b := range listed {
+		if ref, err := api.ParseBackupURL(b.Common().URL); err == nil {
+			has[ref] = true
+		}
+	}
+	type key struct{ name, subject string }
+	newest := map[key]int{} // the place in unlisted; -1: none
+	for ref := range sought {
+		if name, subject := ref.NameIn(v.target.Spec.BackupTargetURL); name != "" && !has[ref] {
+			newest[key{name, subject}] = -1
+		}
+	}
+	if len(newest) == 0 {
+		return
+	}
+	for i, l := range unlisted {
+		for _, name := range pulledNames(l.name, l.id) {
+			k := key{name, l.subject}
+			if at, is := newest[k]; is && (at < 0 || isNewer(l, unlisted[at])) {
+				newest[k] = i
+			}
+		}
+	}
+	for _, i := range newest {
+		if i >= 0 {
+			unlisted[i].stays = true
+		}
+	}
 }
