@@ -115,7 +115,7 @@ func (w *world) addReadyCopy(i *image, file []byte) {
 	w.Create(c)
 	apitest.EditStatus(w.Server, c, func(c *api.ImageCopy) {
 		c.Status.State, c.Status.Checksum = api.ImageReady, longhorntest.ImageSum(file)
-		c.Status.VirtualSize = int64(len(i.content))
+		c.Status.VirtualSize, c.Status.Format = int64(len(i.content)), "qcow2"
 	})
 	apitest.Await(w.Server, c, &api.ImageCopyList{}, "ready", func(c *api.ImageCopy) bool { return c.Status.Checksum != "" })
 }

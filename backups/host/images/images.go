@@ -59,7 +59,8 @@ func (d *Disks) Open(ctx context.Context, checksum string) (block.Source, error)
 func (d *Disks) isComputed(ctx context.Context, c *api.ImageCopy) bool {
 	var img api.BackingImage
 	err := d.Reader.Get(ctx, client.ObjectKey{Name: c.Spec.Image}, &img)
-	return err == nil && img.Spec.SourceType != api.SourceRestore
+	of := img.Spec.SourceType // a clone has the checksum of its source, which may be restored
+	return err == nil && img.Status.UUID == c.Spec.UUID && of != api.SourceRestore && of != api.SourceClone
 }
 
 // open opens the layers of a copy, without the rest of the last block.

@@ -11,15 +11,20 @@ import (
 	"drover.io/drover/block"
 )
 
-// copies are the ImageCopies of an API. The image "restored" is a restored one.
+// copies are the ImageCopies of an API, of images that their names describe.
 type copies struct {
 	client.Reader
 	items []api.ImageCopy
 }
 
 func (c copies) Get(_ context.Context, key client.ObjectKey, o client.Object, _ ...client.GetOption) error {
-	if key.Name == "restored" {
-		o.(*api.BackingImage).Spec.SourceType = api.SourceRestore
+	switch img := o.(*api.BackingImage); key.Name {
+	case "restored":
+		img.Spec.SourceType = api.SourceRestore
+	case "cloned":
+		img.Spec.SourceType = api.SourceClone
+	case "replaced":
+		img.Status.UUID = "another"
 	}
 	return nil
 }
@@ -45,8 +50,9 @@ func (d *disk) OpenStack(layers []string, size int64) (block.Source, error) {
 func TestOnlyReadyCopiesOfTheChecksumAreOpened(t *testing.T) {
 	here := api.ImageCopy{Spec: api.ImageCopySpec{Image: "golden", Node: "node-1", Disk: "d1", Layers: []api.UID{"a", "b"}},
 		Status: api.ImageCopyStatus{State: api.ImageReady, Checksum: "abc", VirtualSize: 5000, Format: "raw"}}
-	there, other, half, broken, restored, packed := here, here, here, here, here, here
-	restored.Spec.Image = "restored"
+	there, other, half, broken, packed := here, here, here, here, here
+	restored, cloned, replaced := here, here, here
+	restored.Spec.Image, cloned.Spec.Image, replaced.Spec.Image = "restored", "cloned", "replaced"
 	packed.Status.Format = "raw.gz"
 	there.Spec.Node = "node-2"
 	other.Status.Checksum = ""
@@ -59,7 +65,7 @@ func TestOnlyReadyCopiesOfTheChecksumAreOpened(t *testing.T) {
 		opened string
 	}{
 		{[]api.ImageCopy{other, half, there, broken, here}, 0, "", "a b"},
-		{[]api.ImageCopy{other, half, restored, packed}, api.NotFound, "no ready image", ""},
+		{[]api.ImageCopy{other, half, restored, packed, cloned, replaced}, api.NotFound, "no ready image", ""},
 		{[]api.ImageCopy{there, half}, api.NotFound, "golden", ""},
 		{[]api.ImageCopy{there, broken}, api.Unavailable, "golden", ""},
 	} {

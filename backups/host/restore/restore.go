@@ -81,7 +81,11 @@ func (b *Backups) Open(ctx context.Context, url string) (_ block.Backup, err err
 		return nil, err
 	}
 	if err := o.load(ctx, id); err != nil {
-		return nil, errors.Join(err, o.Close())
+		end := o.Leave // the caller tries again
+		if api.Is(err, api.NotFound) || api.Is(err, api.Corrupt) {
+			end = o.Close
+		}
+		return nil, errors.Join(err, end())
 	}
 	return o, nil
 }

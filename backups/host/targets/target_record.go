@@ -151,6 +151,10 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 	if v.reason != "" { // else the next visit answers
 		st.SyncedRequest = v.request
 	}
+	if t.ExplainReadOnly() != "" { // no sweep comes that could say so
+		meta.RemoveStatusCondition(&st.Conditions, api.ConditionSweepFailed)
+		applyLock(t, api.ReasonSweepWaits, nil)
+	}
 	rec.missingAt = v.missingAt
 	if v.format != "" {
 		st.Format = v.format

@@ -116,12 +116,16 @@ func (v *visit) visitStore(ctx context.Context, result *visitResult) (err error)
 // lacks.
 const usageInterval = time.Hour
 
-// measure measures the use of the store, if the last look was long ago; not at the first visit, which a user waits for:
-// the index of a large repository takes long to read. A failure concerns nothing else: the next
-// session that loads the index reports a damaged one.
+// measure measures the use of the store, if the last look was long ago; not at the first visit of the process, and not
+// while a user waits for the visit: the index of a large repository takes long to read. A failure concerns nothing else:
+// the next session that loads the index reports a damaged one.
 func (v *visit) measure(ctx context.Context, r *repo.Repository, result *visitResult) {
-	now := v.opts.Now()
-	if at := v.memory.usageAt; !v.target.Status.Available || !at.IsZero() && now.Before(at.Add(usageInterval)) {
+	now, at := v.opts.Now(), v.memory.usageAt
+	if at.IsZero() {
+		v.memory.usageAt = now
+	}
+	asked := v.target.Spec.SyncRequestedAt
+	if at.IsZero() || now.Before(at.Add(usageInterval)) || asked != nil && !asked.Equal(v.target.Status.SyncedRequest) {
 		return
 	}
 	v.memory.usageAt = now

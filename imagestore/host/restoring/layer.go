@@ -332,10 +332,11 @@ func (l *Layer) drop(leave bool) {
 	}
 }
 
-// close closes an unused backup in the background, because the deletion of its lock may take long.
+// close closes an unused backup in the background, because the deletion of its lock may take long. The caller has mu.
 func (l *Layer) close(o *openBackup) {
 	end := o.Close
-	if c, is := o.Backup.(block.ContinuedBackup); is && o.leave {
+	if c, is := o.Backup.(block.ContinuedBackup); is && o.leave && l.current == nil &&
+		(!l.ended || l.continues) {
 		end = c.Leave
 	}
 	l.set.work.Go(func() { // Start waits: a user or an end is still counted
