@@ -53,8 +53,6 @@ func standbyFollows(t *testing.T, w *world) {
 		t.Errorf("two backups cost the store %d bytes, want 48 MiB and the changed 4 MiB", n)
 	}
 
-	w.must("volume", "create", "other", "--standby", "--from-backup", "followed", "--target", "dr")
-	holds("other", "two") // from the disk
 	setRate := func(rate int64) {
 		var target api.BackupTarget
 		must(t, w.objects.Get(t.Context(), client.ObjectKey{Name: "dr"}, &target))
@@ -62,7 +60,9 @@ func standbyFollows(t *testing.T, w *world) {
 		target.Spec.MaxDownloadRate = rate
 		must(t, w.objects.Patch(t.Context(), &target, client.MergeFrom(base)))
 	}
-	setRate(128 << 10) // half a minute for the changes
+	setRate(128 << 10) // half a minute for the changes; the node knows it when the next volume holds its backup
+	w.must("volume", "create", "other", "--standby", "--from-backup", "followed", "--target", "dr")
+	holds("other", "two") // from the disk
 	appear(2)
 	w.must("target", "sync", "dr")
 	w.awaitVolume("standby", func(v *api.Volume) bool {
