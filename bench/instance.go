@@ -269,7 +269,8 @@ func (in *instance) attachNew(ctx context.Context, name, image string, size int6
 
 func (in *instance) attach(ctx context.Context, name string) (string, error) {
 	a := &api.Attachment{Spec: api.AttachmentSpec{Volume: name, Node: in.node}}
-	a.Name, a.Labels = name, map[string]string{api.LabelVolume: name, api.LabelNode: in.node}
+	a.Name, a.Labels = name, map[string]string{api.LabelVolume: api.LabelValue(name),
+		api.LabelNode: api.LabelValue(in.node)}
 	if err := in.client.Create(ctx, a); err != nil {
 		return "", err
 	}

@@ -194,7 +194,7 @@ func (b *bench) replicasLeft(ctx context.Context, volume string, n int) error {
 	defer cancel()
 	for {
 		var list api.ReplicaList
-		if err := b.in.client.List(ctx, &list, client.MatchingLabels{api.LabelVolume: volume}); err != nil {
+		if err := b.in.client.List(ctx, &list, client.MatchingLabels{api.LabelVolume: api.LabelValue(volume)}); err != nil {
 			return err
 		}
 		if len(list.Items) <= n {

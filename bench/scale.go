@@ -130,7 +130,8 @@ func (s *crowd) measure(ctx context.Context, round int) error {
 
 func (s *crowd) attach(ctx context.Context, name string) error {
 	a := &api.Attachment{Spec: api.AttachmentSpec{Volume: name, Node: s.in.node}}
-	a.Name, a.Labels = name, map[string]string{api.LabelVolume: name, api.LabelNode: s.in.node}
+	a.Name, a.Labels = name, map[string]string{api.LabelVolume: api.LabelValue(name),
+		api.LabelNode: api.LabelValue(s.in.node)}
 	if err := s.in.client.Create(ctx, a); err != nil {
 		return err
 	}

@@ -145,14 +145,13 @@ func followImport(ctx context.Context, cmd *cobra.Command, c client.WithWatch, f
 func discardVolume(ctx context.Context, c client.WithWatch, v *api.Volume, remarks io.Writer) error {
 	ctx, cancel := cleanup(ctx)
 	defer cancel()
-	var users api.AttachmentList
-	if err := c.List(ctx, &users, client.MatchingLabels{api.LabelVolume: v.Name}); err != nil || len(users.Items) > 0 {
-		return errors.Join(explain(ctx, err), fmt.Errorf("volume %q is left, because it may be in use; delete it with "+
+	if att, err := getAttachment(ctx, c, v.Name); err != nil || att != nil {
+		return errors.Join(err, fmt.Errorf("volume %q is left, because it may be in use; delete it with "+
 			"`drover volume delete %[1]s`", v.Name))
 	}
 	err := explain(ctx, client.IgnoreNotFound(c.Delete(ctx, v, client.Preconditions{UID: &v.UID})))
 	if err == nil {
-		err = awaitGone(ctx, c, remarks, "volume", v, unreadyReason)
+		err = awaitGone(ctx, c, remarks, "volume", v, undeletedReason)
 	}
 	if err != nil {
 		return fmt.Errorf("volume %q is left: %w; delete it with `drover volume delete %[1]s`", v.Name, err)

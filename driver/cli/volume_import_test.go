@@ -7,6 +7,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -21,7 +22,7 @@ func answerImport(t *testing.T, volume, image string) {
 	t.Helper()
 	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceUpload,
 		SourceParameters: map[string]string{}}}
-	img.Name, img.Labels = image, map[string]string{api.LabelHidden: volume}
+	img.Name, img.Labels = image, map[string]string{api.LabelHidden: api.LabelValue(volume)}
 	if err := store.Create(t.Context(), img); err != nil {
 		t.Fatal(err)
 	}
@@ -149,4 +150,27 @@ func TestVolumeImportLeavesNothing(t *testing.T) {
 	r := <-done
 	r.mustSay(t, 130, `volume "halted-import" is not imported`)
 	gone("halted-import")
+}
+
+// TestAttachedVolumeOfAFailedImportStays: a user can attach the volume while its data arrives. A failed import then
+// leaves the volume, however long the name is.
+func TestAttachedVolumeOfAFailedImportStays(t *testing.T) {
+	name := "used-" + strings.Repeat("long-", 18) + "name" // longer than the value of a label
+	answerImport(t, name, "restore-used")
+	a := &api.Attachment{Spec: api.AttachmentSpec{Volume: name, Node: "n"}}
+	a.Name, a.Labels = name, map[string]string{api.LabelVolume: api.LabelValue(name)}
+	if err := store.Create(t.Context(), a); err != nil {
+		t.Fatal(err)
+	}
+	v := &api.Volume{}
+	v.Name = name
+	t.Cleanup(func() { _, _ = store.Delete(context.Background(), a), store.Delete(context.Background(), v) })
+	pen(t, "restore-used", func(i *api.BackingImage) {
+		i.Status.State, i.Status.Message = api.ImageFailed, "SHA-512 is 12…, expected 34…"
+	})
+	drover(t, kubeconfig("volume", "import", "https://h.example/used.raw", "--name", name)...).
+		mustSay(t, 1, "the import failed", "may be in use", "drover volume delete "+name)
+	if err := store.Get(t.Context(), client.ObjectKeyFromObject(v), v); err != nil || v.DeletionTimestamp != nil {
+		t.Errorf("the volume is deleted: %v, %v", v.DeletionTimestamp, err)
+	}
 }
