@@ -8,6 +8,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host/holders"
+	"drover.io/drover/backups/host/targets"
 )
 
 // hold is the hold of a work.
@@ -73,7 +74,7 @@ func (c collector) collectHolds(ctx context.Context) error {
 		if len(held) == 0 {
 			continue
 		}
-		all, err := listBackups(ctx, c.live) // after the holds: the backup of each of them existed before
+		all, err := targets.ListBackups(ctx, c.live) // after the holds: the backup of each of them existed before
 		if err != nil {
 			return err
 		}

@@ -241,7 +241,7 @@ func (m *maker) endAttempt(ctx context.Context, b api.StoredBackup, w *work) (ct
 
 // waiting requests the backups of this node without a work, the oldest first.
 func (m *maker) waiting(ctx context.Context, ended client.Object) (requests []reconcile.Request) {
-	all, err := listBackups(ctx, m, client.UnsafeDisableDeepCopy)
+	all, err := targets.ListBackups(ctx, m, client.UnsafeDisableDeepCopy)
 	if err != nil {
 		m.log.Warn("backups cannot be listed; the waiting ones start later", "err", err)
 		return nil

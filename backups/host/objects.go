@@ -2,7 +2,6 @@ package host
 
 import (
 	"context"
-	"errors"
 
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -38,20 +37,6 @@ func findBackup(ctx context.Context, r client.Reader, key types.NamespacedName) 
 		return nil, client.IgnoreNotFound(err)
 	}
 	return b, nil
-}
-
-// listBackups lists all Backups and BackupBackingImages.
-func listBackups(ctx context.Context, r client.Reader, o ...client.ListOption) (all []api.StoredBackup, err error) {
-	var volumes api.BackupList
-	var images api.BackupBackingImageList
-	err = errors.Join(r.List(ctx, &volumes, o...), r.List(ctx, &images, o...))
-	for i := range volumes.Items {
-		all = append(all, &volumes.Items[i])
-	}
-	for i := range images.Items {
-		all = append(all, &images.Items[i])
-	}
-	return all, err
 }
 
 // copyOf is a deep copy.

@@ -12,6 +12,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/tags"
@@ -210,6 +211,44 @@ func TestImageBackupStaysWhileBackupsHaveNoObject(t *testing.T) {
 	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("a-2")}, &api.BackupList{})
 	w.sync("default")
 	w.AwaitDeleted(found, &api.BackupBackingImageList{})
+}
+
+// TestOriginalOfAnImagesCopyHasAnObject: the object of an image's backup stays while a copy of the backup is made. The
+// backup of a volume with the same name does not.
+func TestOriginalOfAnImagesCopyHasAnObject(t *testing.T) {
+	t.Parallel()
+	var cached client.Reader
+	w := startWorld(t, func(r *targetReconciler) { r.opts.MostBackups, cached = 2, r.Client }, "node-1")
+	s := newShelf(t, api.PublishedPassword)
+	saveImage := func(name string, n int) {
+		f := tags.Facts{Backup: name, Image: "golden", ImageDigest: strings.Repeat(fmt.Sprint(n), 64), Object: uid(n),
+			VolumeSize: 10 << 20}
+		s.now = time.Date(2026, 1, n, 0, 0, 0, 0, time.UTC)
+		s.save(100, f.Tags()...)
+	}
+	saveImage("a-4", 1)
+	s.save(100, day("a", 4)...)
+	w.addTarget("default", s.url(), "")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	copied := &api.BackupBackingImage{ObjectMeta: apitest.Named("copy"), Spec: api.BackupBackingImageSpec{
+		BackupTargetName: "far", BackingImageName: "golden", CopyOf: "a-4"}}
+	w.Create(copied)
+	apitest.Await(w.Server, copied, &api.BackupBackingImageList{}, "cached", func(b *api.BackupBackingImage) bool {
+		return cached.Get(w.Ctx, client.ObjectKeyFromObject(b), b.DeepCopy()) == nil
+	})
+	saveImage("golden-2", 2)
+	s.save(100, day("a", 5)...)
+	w.sync("default") // objects of new backups come before those of old ones are deleted
+	w.sync("default")
+	var images api.BackupBackingImageList
+	must(t, w.Client.List(w.Ctx, &images))
+	var names []string
+	for _, b := range images.Items {
+		names = append(names, b.Name)
+	}
+	if got := strings.Join(names, " "); got != "a-4 copy golden-2" || w.listed() != "a-5" {
+		t.Errorf("BackupBackingImages %s, Backups %s", got, w.listed())
+	}
 }
 
 // TestInstantBeyondTheStoreIsNoted: a backup that claims an instant in the future has the instant of its object in the

@@ -180,18 +180,21 @@ func (v *visit) describeUnlisted(ctx context.Context, r snapshotLister, unknown 
 
 // usedBackups are the backups that restores and copies read, and would not find again.
 type usedBackups struct {
-	refs  map[api.BackupRef]bool // of restores
-	names map[string]bool        // of Backups that are copied
+	refs      map[api.BackupRef]bool // of restores
+	originals map[original]bool      // of copies
 }
+
+// original is a backup that is copied: a copy has the original's subject.
+type original struct{ subject, name string }
 
 func (u usedBackups) has(b api.StoredBackup) bool {
 	ref, err := api.ParseBackupURL(b.Common().URL)
-	return err == nil && (u.refs[ref] || u.refs[ref.AnyOfImage()]) || u.names[b.GetName()]
+	return err == nil && (u.refs[ref] || u.refs[ref.AnyOfImage()]) || u.originals[original{b.Subject(), b.GetName()}]
 }
 
 // findUsed finds the backups in use, also those of volumes that have no hidden image yet.
 func (v *visit) findUsed(ctx context.Context) (usedBackups, error) {
-	used := usedBackups{map[api.BackupRef]bool{}, map[string]bool{}}
+	used := usedBackups{map[api.BackupRef]bool{}, map[original]bool{}}
 	var volumes api.VolumeList // before the images: a volume that ceases to wait has its image
 	if err := v.repositories.live.List(ctx, &volumes); err != nil {
 		return used, api.Explain(err, "list volumes")
@@ -209,13 +212,13 @@ func (v *visit) findUsed(ctx context.Context) (usedBackups, error) {
 	for ref := range unfinished {
 		used.refs[ref] = true
 	}
-	var list api.BackupList
-	if err := v.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
-		return used, api.Explain(err, "list backups")
+	backups, err := ListBackups(ctx, v.Client, client.UnsafeDisableDeepCopy)
+	if err != nil {
+		return used, err
 	}
-	for i := range list.Items {
-		if b := &list.Items[i]; b.Spec.CopyOf != "" && !b.Ended() {
-			used.names[b.Spec.CopyOf] = true
+	for _, b := range backups {
+		if api.IsCopy(b) && !b.Ended() {
+			used.originals[original{b.Subject(), b.Origin()}] = true
 		}
 	}
 	return used, nil

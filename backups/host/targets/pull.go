@@ -272,24 +272,25 @@ func (v *visit) correctInstant(ctx context.Context, cached api.StoredBackup, sto
 }
 
 // backupsOf returns the Backups and BackupBackingImages of a target. The caller does not change them.
-func backupsOf(ctx context.Context, c client.Reader, target string) (of []api.StoredBackup, err error) {
-	var list api.BackupList
+func backupsOf(ctx context.Context, c client.Reader, target string) ([]api.StoredBackup, error) {
+	all, err := ListBackups(ctx, c, client.UnsafeDisableDeepCopy)
+	return slices.Clip(slices.DeleteFunc(all, func(b api.StoredBackup) bool { return b.Target() != target })), err
+}
+
+// ListBackups lists the Backups and BackupBackingImages of all targets.
+func ListBackups(ctx context.Context, c client.Reader, o ...client.ListOption) (all []api.StoredBackup, err error) {
+	var volumes api.BackupList
 	var images api.BackupBackingImageList
-	if err := errors.Join(c.List(ctx, &list, client.UnsafeDisableDeepCopy),
-		c.List(ctx, &images, client.UnsafeDisableDeepCopy)); err != nil {
+	if err := errors.Join(c.List(ctx, &volumes, o...), c.List(ctx, &images, o...)); err != nil {
 		return nil, api.Explain(err, "list backups")
 	}
-	for i := range list.Items {
-		if b := &list.Items[i]; b.Target() == target {
-			of = append(of, b)
-		}
+	for i := range volumes.Items {
+		all = append(all, &volumes.Items[i])
 	}
 	for i := range images.Items {
-		if b := &images.Items[i]; b.Target() == target {
-			of = append(of, b)
-		}
+		all = append(all, &images.Items[i])
 	}
-	return slices.Clip(of), nil
+	return all, nil
 }
 
 // snapshotOf returns the snapshot of the repository that a backup names: the backup has ended.
