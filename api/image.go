@@ -90,6 +90,9 @@ type SecretRef struct {
 	Namespace string `json:"namespace,omitempty"`
 }
 
+// DefaultSecretNamespace is the namespace of a SecretRef that names none.
+const DefaultSecretNamespace = "default"
+
 // Keys of an image's Secret. A missing key is not used.
 const (
 	SecretUsername = "username" // with password: basic authentication, or the registry's account

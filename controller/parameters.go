@@ -452,7 +452,7 @@ func (i *imageWish) completeSource() error {
 			"backingImageSecretName is for a backing image of a server: give backingImageURL, too")
 	}
 	if i.secret.Name != "" && i.secret.Namespace == "" {
-		i.secret.Namespace = "default"
+		i.secret.Namespace = api.DefaultSecretNamespace
 	}
 	return nil
 }

@@ -15,6 +15,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/filesystem"
 	"drover.io/drover/driver/cli/machine"
+	"drover.io/drover/driver/cli/text"
 )
 
 // getAttachment returns the workload's attachment of a volume, or nil.
@@ -52,7 +53,7 @@ func (a *app) volumeAttach() *cobra.Command {
 			}
 			return a.printObject(cmd.OutOrStdout(), att, func(w io.Writer) {
 				fmt.Fprintf(w, "volume %q attached to node %q: %s, in %s\n", left[0], att.Spec.Node, att.Status.Device,
-					seconds(time.Since(began)))
+					text.Seconds(time.Since(began)))
 			})
 		},
 	}
@@ -115,7 +116,7 @@ func attachVolume(ctx context.Context, c client.WithWatch, volume, node string, 
 		return t.Status.Ready && t.Status.Device != "", nil
 	})
 	return att, explainTimeout(err, "volume %q is still being attached to node %q%s; see `drover volume show %s`", volume,
-		node, colon(why), volume)
+		node, text.Colon(why), volume)
 }
 
 // checkStrictLocal refuses to attach a strict-local volume on a node without its data.

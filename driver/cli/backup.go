@@ -6,9 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -18,6 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/describe"
 	"drover.io/drover/driver/cli/progress"
 	"drover.io/drover/driver/cli/restarts"
 	"drover.io/drover/driver/cli/text"
@@ -69,8 +68,8 @@ func (a *app) backupCreate() *cobra.Command {
 					return err
 				}
 				result = fmt.Sprintf("backup %q of volume %q completed: %s, %s uploaded, %s, in %s%s", b.Name, b.Spec.Volume,
-					api.SizeText(b.Status.VolumeSize), api.SizeText(b.Status.NewlyUploadDataSize), backupMode(b),
-					seconds(time.Since(began)), colon(b.Status.Message))
+					api.SizeText(b.Status.VolumeSize), api.SizeText(b.Status.NewlyUploadDataSize), describe.BackupMode(b),
+					text.Seconds(time.Since(began)), text.Colon(b.Status.Message))
 			}
 			return a.printObject(cmd.OutOrStdout(), b, func(w io.Writer) { fmt.Fprintln(w, result) })
 		},
@@ -168,7 +167,7 @@ func explainBackupEnd(err error, b api.StoredBackup, continues bool) error {
 	}
 	show, end := backupCommands(b)
 	return fmt.Errorf("%w: backup %[2]q continues%[3]s: follow it with `%[4]s %[2]s`, end it with `%[5]s %[2]s`", err,
-		b.GetName(), colon(b.Common().Message), show, end)
+		b.GetName(), text.Colon(b.Common().Message), show, end)
 }
 
 // awaitBackup follows a backup until it is completed or has an error. Each reason for waiting is a remark.
@@ -203,11 +202,6 @@ func awaitBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b 
 	return last, explainBackupEnd(err, last, true)
 }
 
-// backupMode returns how a backup was made, or will be made.
-func backupMode(b *api.Backup) string {
-	return cmp.Or(b.Status.BackupMode, b.Spec.BackupMode, api.BackupIncremental)
-}
-
 func (a *app) backupList() *cobra.Command {
 	var volume, target string
 	c := &cobra.Command{
@@ -227,7 +221,7 @@ func (a *app) backupList() *cobra.Command {
 				func(o runtime.Object) []string {
 					b := o.(*api.Backup)
 					return []string{b.Name, b.Spec.Volume, b.Target(), string(b.Status.State), fmt.Sprintf("%d%%", b.Status.Progress),
-						someBytes(b.Status.VolumeSize), someBytes(b.Status.NewlyUploadDataSize), b.Status.SnapshotCreatedAt,
+						text.SomeBytes(b.Status.VolumeSize), text.SomeBytes(b.Status.NewlyUploadDataSize), b.Status.SnapshotCreatedAt,
 						b.Status.Message}
 				})
 		},
@@ -276,78 +270,11 @@ func (a *app) backupShow() *cobra.Command {
 				return err
 			}
 			return a.printObject(cmd.OutOrStdout(), &b, func(w io.Writer) {
-				describeBackup(w, &b)
-				describeEvents(w, eventsOf(ctx, c, &b, "Backup"))
+				describe.Backup(w, &b)
+				describe.Events(w, describe.EventsOf(ctx, c, &b, "Backup"))
 			})
 		},
 	}
-}
-
-func describeBackup(w io.Writer, b *api.Backup) {
-	s := b.Status
-	done := fmt.Sprintf("%d %%", s.Progress)
-	if s.BytesTotal > 0 && !b.Ended() {
-		done += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
-	}
-	if s.EstimatedEnd != nil {
-		done += ", ends at about " + s.EstimatedEnd.UTC().Format(time.RFC3339)
-	}
-	snapshot := cmp.Or(s.SnapshotName, b.Spec.SnapshotName)
-	if s.SnapshotCreatedAt != "" {
-		snapshot += " of " + s.SnapshotCreatedAt
-	}
-	uploaded, attempts, labels := someBytes(s.NewlyUploadDataSize), "", s.Labels
-	if s.State == api.BackupCompleted {
-		uploaded = api.SizeText(s.NewlyUploadDataSize)
-	}
-	if s.Attempts > 0 && !b.Ended() {
-		attempts = api.CountText(int(s.Attempts), "attempt") + " failed"
-		if s.NextTry != nil {
-			attempts += ", the next is at " + s.NextTry.UTC().Format(time.RFC3339)
-		}
-	}
-	if len(labels) == 0 {
-		labels = b.Spec.Labels
-	}
-	node := s.OwnerID
-	if b.Spec.Source != nil {
-		node = cmp.Or(node, b.Spec.Source.Node)
-	}
-	record := s.RecordedVolume
-	if record == nil {
-		record = &api.RecordedVolume{}
-	}
-	damaged := ""
-	if s.Damaged {
-		damaged = "yes: see `drover target show " + b.Target() + "`"
-	}
-	text.Fields(w, "Name", b.Name, "Volume", b.Spec.Volume, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
-		"State", string(s.State), "Message", s.Message, "Damaged", damaged, "Progress", done, "Attempts", attempts,
-		"Mode", backupMode(b), "Snapshot", snapshot,
-		"Ended", s.BackupCreatedAt, "Size", someBytes(s.VolumeSize), "Uploaded", uploaded,
-		"Image", s.VolumeBackingImageName, "Labels", joinLabels(labels),
-		"StorageClass", record.StorageClassName, "Claim", record.Claim, "PersistentVolume", record.PersistentVolumeName,
-		"Volume labels", joinLabels(record.Labels), "Volume parameters", describeParameters(record),
-		"Node", node, "restic snapshot", cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL,
-		"Volume UID", string(s.VolumeUID))
-}
-
-// describeParameters names the parameters that a restore takes over, by their flags if they have any.
-func describeParameters(r *api.RecordedVolume) string {
-	all := map[string]string{"data-locality": r.DataLocality, "auto-balance": r.ReplicaAutoBalance,
-		"node-selector": strings.Join(r.NodeSelector, ","), "disk-selector": strings.Join(r.DiskSelector, ","),
-		"replicaSoftAntiAffinity": r.ReplicaSoftAntiAffinity, "replicaZoneSoftAntiAffinity": r.ReplicaZoneSoftAntiAffinity,
-		"replicaDiskSoftAntiAffinity": r.ReplicaDiskSoftAntiAffinity,
-		"freezeFilesystemForSnapshot": r.FreezeFilesystemForSnapshot, "snapshotDataIntegrity": r.SnapshotDataIntegrity,
-		"unmapMarkSnapChainRemoved": r.UnmapMarkSnapChainRemoved}
-	if r.NumberOfReplicas > 0 {
-		all["replicas"] = strconv.Itoa(int(r.NumberOfReplicas))
-	}
-	if r.StaleReplicaTimeout > 0 {
-		all["staleReplicaTimeout"] = strconv.Itoa(int(r.StaleReplicaTimeout))
-	}
-	maps.DeleteFunc(all, func(_, value string) bool { return value == "" || value == "ignored" })
-	return joinLabels(all)
 }
 
 func (a *app) backupDelete() *cobra.Command {

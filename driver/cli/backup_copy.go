@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/text"
 )
 
 // copyFlags are the flags of a copy.
@@ -73,7 +74,7 @@ func makeCopy[T api.StoredBackup](ctx context.Context, a *app, cmd *cobra.Comman
 		}
 		b = now
 		result = fmt.Sprintf("backup %q is a copy of %q in target %q: %s, %s uploaded, in %s", name, b.Origin(), f.to,
-			b.Common().SizeText, b.Common().UploadedText, seconds(time.Since(began)))
+			b.Common().SizeText, b.Common().UploadedText, text.Seconds(time.Since(began)))
 	}
 	return a.printObject(cmd.OutOrStdout(), b, func(w io.Writer) { fmt.Fprintln(w, result) })
 }

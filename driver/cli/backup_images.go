@@ -15,6 +15,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/describe"
 	"drover.io/drover/driver/cli/text"
 )
 
@@ -50,7 +51,7 @@ func (a *app) imageBackup() *cobra.Command {
 					return err
 				}
 				result = fmt.Sprintf("backup %q of image %q completed: %s, %s uploaded, in %s", b.Name, left[0],
-					b.Status.SizeText, b.Status.UploadedText, seconds(time.Since(began)))
+					b.Status.SizeText, b.Status.UploadedText, text.Seconds(time.Since(began)))
 			}
 			return a.printObject(cmd.OutOrStdout(), b, func(w io.Writer) { fmt.Fprintln(w, result) })
 		},
@@ -98,8 +99,8 @@ func (a *app) backupImages() *cobra.Command {
 					return err
 				}
 				return a.printObject(cmd.OutOrStdout(), &b, func(w io.Writer) {
-					describeImageBackup(w, &b)
-					describeEvents(w, eventsOf(ctx, c, &b, "BackupBackingImage"))
+					describe.ImageBackup(w, &b)
+					describe.Events(w, describe.EventsOf(ctx, c, &b, "BackupBackingImage"))
 				})
 			}
 			list, err := imageBackupsOf(ctx, c, target)
@@ -110,39 +111,13 @@ func (a *app) backupImages() *cobra.Command {
 				func(o runtime.Object) []string {
 					b := o.(*api.BackupBackingImage)
 					s := &b.Status
-					return []string{b.Name, b.Spec.BackingImageName, b.Target(), someBytes(s.Size), string(s.State),
+					return []string{b.Name, b.Spec.BackingImageName, b.Target(), text.SomeBytes(s.Size), string(s.State),
 						s.BackupCreatedAt, fmt.Sprintf("%.16s", s.Checksum), s.Message}
 				})
 		},
 	}
 	c.Flags().StringVar(&target, "target", "", "only backups in this target")
 	return c
-}
-
-func describeImageBackup(w io.Writer, b *api.BackupBackingImage) {
-	s := &b.Status
-	done := fmt.Sprintf("%d %%", s.Progress)
-	if s.BytesTotal > 0 && !b.Ended() {
-		done += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
-	}
-	node, _ := b.SourceDisk()
-	text.Fields(w, "Name", b.Name, "Image", b.Spec.BackingImageName, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
-		"State", string(s.State),
-		"Message", s.Message, "Progress", done, "Ended", s.BackupCreatedAt, "Size", someBytes(s.Size),
-		"Uploaded", someBytes(s.NewlyUploadDataSize), "SHA-512", s.Checksum, "Content", b.ContentDigest(),
-		"Labels", joinLabels(b.Spec.Labels), "Node", cmp.Or(s.OwnerID, node), "restic snapshot",
-		cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL)
-	describeRecordedImage(w, s.RecordedImage)
-}
-
-// describeRecordedImage prints what a restored image takes over; record may be nil.
-func describeRecordedImage(w io.Writer, record *api.RecordedImage) {
-	if record == nil {
-		return
-	}
-	text.Fields(w, "Image labels", joinLabels(record.Labels), "Copies", fmt.Sprint(max(record.MinNumberOfCopies, 1)),
-		"Node selector", strings.Join(record.NodeSelector, ", "),
-		"Disk selector", strings.Join(record.DiskSelector, ", "))
 }
 
 // imageBackupsOf returns the backups of images in a target; empty: in all.
@@ -247,7 +222,7 @@ func (a *app) backupVolumes() *cobra.Command {
 					v := o.(*api.BackupVolume)
 					s := &v.Status
 					return []string{v.Spec.VolumeName, v.Spec.BackupTargetName, fmt.Sprint(s.Backups), s.LastBackupName,
-						s.LastBackupAt, someBytes(s.Size), someBytes(s.DataStored), s.BackingImageName}
+						s.LastBackupAt, text.SomeBytes(s.Size), text.SomeBytes(s.DataStored), s.BackingImageName}
 				})
 		},
 	}

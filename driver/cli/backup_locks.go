@@ -10,6 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/describe"
 	"drover.io/drover/driver/cli/text"
 )
 
@@ -37,7 +38,7 @@ func (a *app) backupLocks() *cobra.Command {
 			if remove {
 				fmt.Fprintf(cmd.ErrOrStderr(), "%s removed\n", api.CountText(int(fact.Removed), "stale lock"))
 			}
-			err = a.printObject(cmd.OutOrStdout(), t, func(w io.Writer) { describeLocks(w, fact) })
+			err = a.printObject(cmd.OutOrStdout(), t, func(w io.Writer) { describe.Locks(w, fact) })
 			if fact.Message != "" && err == nil {
 				err = api.Errorf(api.Other, "target %q: locks: %s", t.Name, fact.Message)
 			}
@@ -47,37 +48,6 @@ func (a *app) backupLocks() *cobra.Command {
 	c.Flags().StringVar(&target, "target", api.DefaultBackupTarget, "backup target")
 	c.Flags().BoolVar(&remove, "remove-stale", false, "delete the locks without a refresh for 30 minutes")
 	return c
-}
-
-func describeLocks(w io.Writer, fact *api.LocksFact) {
-	ago := func(t *metav1.Time) string {
-		if t == nil {
-			return ""
-		}
-		return ageOf(t) + " ago"
-	}
-	var rows [][]string
-	for _, l := range fact.Locks {
-		kind := "shared"
-		switch {
-		case l.Message != "":
-			kind = "unreadable"
-		case l.Exclusive:
-			kind = "exclusive"
-		case l.Sweep:
-			kind = "sweep"
-		}
-		pid := ""
-		if l.PID != 0 {
-			pid = fmt.Sprint(l.PID)
-		}
-		rows = append(rows, []string{fmt.Sprintf("%.8s", l.Name), l.Program, l.Hostname, l.Username, pid, kind, ago(l.Since),
-			ago(l.RefreshedAt), map[bool]string{true: "yes"}[l.Stale], l.Message})
-	}
-	_ = text.Table(w, "LOCK PROGRAM HOST USER PID KIND SINCE REFRESHED STALE MESSAGE", rows)
-	if more := int(fact.Total) - len(fact.Locks); more > 0 {
-		fmt.Fprintf(w, "and %d older ones\n", more)
-	}
 }
 
 // listLocks asks the node of a target for the locks, and waits for the answer.
@@ -122,5 +92,5 @@ func awaitAnswer(ctx context.Context, c client.WithWatch, name, late string, rem
 		why = remark(t)
 		return false, nil
 	})
-	return t, explainTimeout(err, late, name, colon(why))
+	return t, explainTimeout(err, late, name, text.Colon(why))
 }

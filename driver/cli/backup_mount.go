@@ -15,6 +15,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/filesystem"
 	"drover.io/drover/driver/cli/machine"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) backupMount() *cobra.Command {
@@ -64,10 +65,11 @@ func (a *app) backupMount() *cobra.Command {
 			return a.printObject(cmd.OutOrStdout(), m.att, func(w io.Writer) {
 				if m.deviceOnly {
 					fmt.Fprintf(w, "backup %q is the read-only device %s, in %s\n", left[0], m.att.Status.Device,
-						seconds(time.Since(began)))
+						text.Seconds(time.Since(began)))
 					return
 				}
-				fmt.Fprintf(w, "backup %q mounted read-only at %s: %s, in %s\n", left[0], m.dir, m.fs, seconds(time.Since(began)))
+				fmt.Fprintf(w, "backup %q mounted read-only at %s: %s, in %s\n", left[0], m.dir, m.fs,
+					text.Seconds(time.Since(began)))
 			})
 		},
 	}

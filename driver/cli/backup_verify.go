@@ -13,6 +13,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/progress"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) backupVerify() *cobra.Command {
@@ -54,7 +55,7 @@ func (a *app) backupVerify() *cobra.Command {
 			}
 			err = a.printObject(cmd.OutOrStdout(), t, func(w io.Writer) {
 				fmt.Fprintf(w, "target %q verified: %s in %s read, %s healed, in %s\n", t.Name, api.SizeText(v.Bytes),
-					api.CountText(int(v.Packs), "pack"), api.CountText(int(v.HealedBlobs), "blob"), seconds(time.Since(began)))
+					api.CountText(int(v.Packs), "pack"), api.CountText(int(v.HealedBlobs), "blob"), text.Seconds(time.Since(began)))
 			})
 			if damage != "" && err == nil {
 				err = api.Errorf(api.Corrupt, "%s", damage)
@@ -130,5 +131,5 @@ func verifyTarget(ctx context.Context, c client.WithWatch, name string, remarks 
 		return !v.Asked, nil
 	})
 	p.Clear()
-	return t, explainTimeout(err, "target %q is not verified yet%s", name, colon(why))
+	return t, explainTimeout(err, "target %q is not verified yet%s", name, text.Colon(why))
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -12,9 +11,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/disks"
 )
-
-// nodeSilent is the maximum age of a heartbeat; nodes renew the heartbeat every 10 s.
-const nodeSilent = 40 * time.Second
 
 func (a *app) nodeDrain() *cobra.Command {
 	var undo bool

@@ -13,6 +13,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/progress"
+	"drover.io/drover/driver/cli/text"
 )
 
 // ExportOptions select a source, a file and a format.
@@ -74,7 +75,7 @@ func (a *app) exportObject(ctx context.Context, cmd *cobra.Command, c client.Cli
 		return nil
 	}
 	_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s written to %s: %s, %s, in %s\n", what, o.File, api.SizeText(size),
-		o.Format, seconds(time.Since(began)))
+		o.Format, text.Seconds(time.Since(began)))
 	return err
 }
 
@@ -219,7 +220,7 @@ func (a *app) imageCreate() *cobra.Command {
 			}
 			return a.printObject(cmd.OutOrStdout(), img, func(w io.Writer) {
 				fmt.Fprintf(w, "image %q of %s created: %s, in %s\n", img.Name, source, api.SizeText(img.Status.VirtualSize),
-					seconds(time.Since(began)))
+					text.Seconds(time.Since(began)))
 			})
 		},
 	}

@@ -14,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/describe"
 	"drover.io/drover/driver/cli/text"
 )
 
@@ -43,9 +44,9 @@ func (a *app) imageList() *cobra.Command {
 			return a.printList(cmd.OutOrStdout(), &list, "NAME STATE PROGRESS SOURCE VIRTUAL SIZE COPIES AGE",
 				func(o runtime.Object) []string {
 					i := o.(*api.BackingImage)
-					return []string{i.Name, imageState(&i.Status), fmt.Sprintf("%d%%", i.Status.Progress),
-						string(i.Spec.SourceType), someBytes(i.Status.VirtualSize), someBytes(i.Status.Size),
-						fmt.Sprint(i.Status.ReadyCopies), age(i.CreationTimestamp)}
+					return []string{i.Name, describe.ImageState(&i.Status), fmt.Sprintf("%d%%", i.Status.Progress),
+						string(i.Spec.SourceType), text.SomeBytes(i.Status.VirtualSize), text.SomeBytes(i.Status.Size),
+						fmt.Sprint(i.Status.ReadyCopies), text.Age(i.CreationTimestamp)}
 				})
 		},
 	}
@@ -68,45 +69,16 @@ func (a *app) imageShow() *cobra.Command {
 			if err := getObject(ctx, c, "image", left[0], &img); err != nil {
 				return err
 			}
-			where, err := findCopies(ctx, c, &img)
+			copies, err := findCopies(ctx, c, &img)
 			if err != nil {
 				return err
 			}
 			return a.printObject(cmd.OutOrStdout(), &img, func(w io.Writer) {
-				describeImage(w, &img, where)
-				describeEvents(w, eventsOf(ctx, c, &img, "BackingImage"))
+				describe.Image(w, &img, copies)
+				describe.Events(w, describe.EventsOf(ctx, c, &img, "BackingImage"))
 			})
 		},
 	}
-}
-
-// imageState is the state, and whether volumes can use the image before it is ready.
-func imageState(s *api.BackingImageStatus) string {
-	if s.Readable {
-		return string(s.State) + ", readable"
-	}
-	return string(s.State)
-}
-
-func describeImage(w io.Writer, img *api.BackingImage, where *where) {
-	s := img.Status
-	from := string(img.Spec.SourceType)
-	for _, k := range []string{"url", "path", "backingImage", "volume-name", "snapshot-name", api.RestoreBackupURL} {
-		if v := img.Spec.SourceParameters[k]; v != "" {
-			from += " " + v
-		}
-	}
-	text.Fields(w, "Name", img.Name, "State", imageState(&s), "Message", s.Message, "Progress", fmt.Sprintf("%d %%",
-		s.Progress),
-		"Source", from, "Format", s.Format, "Virtual size", someBytes(s.VirtualSize), "Size on disk", someBytes(s.Size),
-		"SHA-512", s.Checksum, "Expected", img.Spec.Checksum, "Content", s.Digest, "UUID", string(s.UUID),
-		"Copies", fmt.Sprintf("%d ready, %d wanted", s.ReadyCopies, max(img.Spec.MinNumberOfCopies, 1)),
-		"Used by", strings.Join(where.users, ", "))
-	if rows := where.copyRows(img); len(rows) > 0 {
-		fmt.Fprintln(w, "\nCopies:")
-		_ = text.Table(w, copyHeader, rows)
-	}
-	printConditions(w, s.Conditions)
 }
 
 // imageUsers returns the names of the volumes that stand on the image.

@@ -12,22 +12,17 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/describe"
 	"drover.io/drover/driver/cli/disks"
 	"drover.io/drover/driver/cli/progress"
+	"drover.io/drover/driver/cli/text"
 )
 
-// where is the knowledge of an image's copies.
-type where struct {
-	users  []string // volumes that stand on the image
-	copies map[api.UID]api.ImageCopy
-	paths  map[api.UID]string // of disks
-	using  map[api.UID]int    // replicas per disk that stand on the image
-}
-
-func findCopies(ctx context.Context, c client.Client, img *api.BackingImage) (*where, error) {
-	w := &where{copies: map[api.UID]api.ImageCopy{}, paths: map[api.UID]string{}, using: map[api.UID]int{}}
+func findCopies(ctx context.Context, c client.Client, img *api.BackingImage) (*describe.Copies, error) {
+	w := &describe.Copies{ByDisk: map[api.UID]api.ImageCopy{},
+		Paths: map[api.UID]string{}, Using: map[api.UID]int{}}
 	var err error
-	if w.users, err = imageUsers(ctx, c, img.Name); err != nil {
+	if w.Users, err = imageUsers(ctx, c, img.Name); err != nil {
 		return nil, err
 	}
 	var copies api.ImageCopyList
@@ -36,7 +31,7 @@ func findCopies(ctx context.Context, c client.Client, img *api.BackingImage) (*w
 	}
 	for _, f := range copies.Items {
 		if f.Spec.UUID == img.Status.UUID {
-			w.copies[f.Spec.Disk] = f
+			w.ByDisk[f.Spec.Disk] = f
 		}
 	}
 	var nodes api.NodeList
@@ -45,10 +40,10 @@ func findCopies(ctx context.Context, c client.Client, img *api.BackingImage) (*w
 	}
 	for _, n := range nodes.Items {
 		for _, d := range n.Status.Disks {
-			w.paths[d.UID] = d.Path
+			w.Paths[d.UID] = d.Path
 		}
 	}
-	if len(w.users) == 0 {
+	if len(w.Users) == 0 {
 		return w, nil
 	}
 	var reps api.ReplicaList
@@ -56,67 +51,9 @@ func findCopies(ctx context.Context, c client.Client, img *api.BackingImage) (*w
 		return nil, explain(ctx, err)
 	}
 	for _, r := range reps.Items {
-		w.using[r.Spec.Disk]++
+		w.Using[r.Spec.Disk]++
 	}
 	return w, nil
-}
-
-const copyHeader = "NODE DISK STATE PROGRESS SIZE USED VERIFIED FROM MESSAGE"
-
-// copyRows returns the image's copies, one per disk.
-func (w *where) copyRows(img *api.BackingImage) [][]string {
-	var rows [][]string
-	for _, s := range img.Status.Copies {
-		f := w.copies[s.Disk]
-		used := ""
-		switch n := w.using[s.Disk]; {
-		case n == 1:
-			used = "by 1 volume"
-		case n > 1:
-			used = fmt.Sprintf("by %d volumes", n)
-		case s.State == api.ImageReady && !s.LastUsed.IsZero():
-			used = "not for " + age(s.LastUsed)
-		}
-		verified := ""
-		switch {
-		case s.State == api.ImageReady && f.Spec.Verify != "" && f.Spec.Verify != f.Status.Verified:
-			verified = "in progress"
-		case !f.Status.LastVerified.IsZero():
-			verified = age(f.Status.LastVerified) + " ago"
-		}
-		from := "source"
-		if f.Spec.From != "" {
-			from = w.diskName(f.Spec.From)
-		}
-		message := s.Message
-		if message == "" {
-			message = f.Status.Notice
-		}
-		rows = append(rows, []string{s.Node, w.diskName(s.Disk), string(s.State), progressOf(s, f.Status),
-			someBytes(f.Status.Size), used, verified, from, message})
-	}
-	return rows
-}
-
-// progressOf returns the progress of a copy, in bytes during a transfer.
-func progressOf(s api.ImageCopySummary, st api.ImageCopyStatus) string {
-	text := fmt.Sprintf("%d%%", s.Progress)
-	if s.State != api.ImageInProgress || st.BytesDone == 0 {
-		return text
-	}
-	text += ", " + api.SizeText(st.BytesDone)
-	if st.BytesTotal > 0 {
-		text += " of " + api.SizeText(st.BytesTotal)
-	}
-	return text
-}
-
-// diskName names a disk for people: by path, or by UID if no node lists the disk.
-func (w *where) diskName(uid api.UID) string {
-	if p := w.paths[uid]; p != "" {
-		return p
-	}
-	return string(uid)
 }
 
 func (a *app) imageCleanup() *cobra.Command {
@@ -164,7 +101,7 @@ func (a *app) imageCleanup() *cobra.Command {
 			}
 			kept := 0
 			for _, uid := range want {
-				if f, is := w.copies[uid]; is && f.DeletionTimestamp.IsZero() {
+				if f, is := w.ByDisk[uid]; is && f.DeletionTimestamp.IsZero() {
 					kept++
 				}
 			}
@@ -261,12 +198,12 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 	}
 	p := progress.New(cmd.ErrOrStderr(), "image "+img.Name)
 	known := map[string]client.Object{}
-	for _, f := range w.copies {
+	for _, f := range w.ByDisk {
 		known[f.Name] = &f
 	}
 	for _, s := range img.Status.Copies {
 		ready[s.Disk] = s.State == api.ImageReady
-		if _, is := w.copies[s.Disk]; !is {
+		if _, is := w.ByDisk[s.Disk]; !is {
 			removed[s.Disk] = true
 		}
 	}
@@ -293,7 +230,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 			case st.Verified == token && verdicts[f.Spec.Disk] == "":
 				verdicts[f.Spec.Disk] = ""
 			case notWell(api.ImageCopySummary{State: st.State}):
-				verdicts[f.Spec.Disk] = "not verified: " + string(st.State) + colon(st.Message)
+				verdicts[f.Spec.Disk] = "not verified: " + string(st.State) + text.Colon(st.Message)
 			}
 		}
 		p.Show(fmt.Sprintf("verifying, %d of %d copies", len(verdicts), len(img.Status.Copies)), 0, 0)
@@ -314,7 +251,7 @@ func (a *app) awaitVerified(ctx context.Context, cmd *cobra.Command, c client.Wi
 	var bad []string
 	for disk, why := range verdicts {
 		if why != "" {
-			bad = append(bad, fmt.Sprintf("disk %s of node %s: %s", w.diskName(disk), w.copies[disk].Spec.Node, why))
+			bad = append(bad, fmt.Sprintf("disk %s of node %s: %s", w.DiskName(disk), w.ByDisk[disk].Spec.Node, why))
 		}
 	}
 	if len(bad) > 0 {

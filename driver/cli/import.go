@@ -20,6 +20,7 @@ import (
 	"drover.io/drover/driver/cli/origin"
 	"drover.io/drover/driver/cli/progress"
 	"drover.io/drover/driver/cli/restarts"
+	"drover.io/drover/driver/cli/text"
 	"drover.io/drover/driver/cli/upload"
 )
 
@@ -231,7 +232,7 @@ func (a *app) makeImage(ctx context.Context, cmd *cobra.Command, c client.WithWa
 			return
 		}
 		fmt.Fprintf(w, "image %q ready: %s, %s virtual, %s on disk, in %s\n", img.Name, img.Status.Format,
-			api.SizeText(img.Status.VirtualSize), api.SizeText(img.Status.Size), seconds(time.Since(began)))
+			api.SizeText(img.Status.VirtualSize), api.SizeText(img.Status.Size), text.Seconds(time.Since(began)))
 	})
 }
 
@@ -359,5 +360,5 @@ func awaitImage(ctx context.Context, c client.WithWatch, img *api.BackingImage, 
 		err = context.Cause(ctx)
 	}
 	return last, explainTimeout(err, "image %q is %s%s; the import continues, see `drover image show %s`", name,
-		last.Status.State, colon(last.Status.Message), name)
+		last.Status.State, text.Colon(last.Status.Message), name)
 }

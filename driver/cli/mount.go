@@ -17,6 +17,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/filesystem"
 	"drover.io/drover/driver/cli/machine"
+	"drover.io/drover/driver/cli/text"
 )
 
 func (a *app) volumeMount() *cobra.Command {
@@ -41,7 +42,7 @@ func (a *app) volumeMount() *cobra.Command {
 			}
 			return a.printObject(cmd.OutOrStdout(), m.att, func(w io.Writer) {
 				fmt.Fprintf(w, "volume %q mounted at %s: %s on %s, in %s\n", m.volume, m.dir, m.fs, m.att.Status.Device,
-					seconds(time.Since(began)))
+					text.Seconds(time.Since(began)))
 			})
 		},
 	}

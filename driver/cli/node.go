@@ -8,7 +8,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -17,6 +16,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/describe"
 	"drover.io/drover/driver/cli/disks"
 	"drover.io/drover/driver/cli/machine"
 	"drover.io/drover/driver/cli/text"
@@ -41,8 +41,8 @@ func (a *app) nodeCommand() *cobra.Command {
 				return a.printList(cmd.OutOrStdout(), &list, "NAME READY DISKS CAPACITY AVAILABLE KERNEL VERSION AGE",
 					func(o runtime.Object) []string {
 						n := o.(*api.Node)
-						return []string{n.Name, nodeReady(n), fmt.Sprint(len(n.Spec.Disks)), n.Status.Capacity,
-							n.Status.Available, n.Status.Kernel, n.Status.Version, age(n.CreationTimestamp)}
+						return []string{n.Name, describe.NodeReady(n), fmt.Sprint(len(n.Spec.Disks)), n.Status.Capacity,
+							n.Status.Available, n.Status.Kernel, n.Status.Version, text.Age(n.CreationTimestamp)}
 					})
 			},
 		},
@@ -65,7 +65,7 @@ func (a *app) nodeCommand() *cobra.Command {
 					return explain(ctx, err)
 				}
 				return a.printObject(cmd.OutOrStdout(), n, func(w io.Writer) {
-					describeNode(w, n)
+					describe.Node(w, n)
 					if len(rest) > 0 {
 						fmt.Fprintln(w, "\nStill there:")
 						_ = text.Table(w, "KIND NAME DISK MESSAGE", rest)
@@ -87,49 +87,6 @@ func nodeOf(ctx context.Context, c client.Client, name string) (*api.Node, error
 	}
 	var n api.Node
 	return &n, getObject(ctx, c, "node", name, &n)
-}
-
-func nodeReady(n *api.Node) string {
-	if time.Since(n.Status.Heartbeat.Time) > nodeSilent {
-		return "Unknown"
-	}
-	for _, c := range n.Status.Conditions {
-		if c.Type == api.ConditionReady {
-			return string(c.Status)
-		}
-	}
-	return "Unknown"
-}
-
-func describeNode(w io.Writer, n *api.Node) {
-	s := n.Status
-	text.Fields(w, "Name", n.Name, "Ready", nodeReady(n), "Heartbeat", age(s.Heartbeat)+" ago", "Schedulable",
-		fmt.Sprint((n.Spec.Schedulable == nil || *n.Spec.Schedulable) && !n.Spec.EvictionRequested),
-		"Zone", n.Labels[api.LabelZone], "Tags", strings.Join(n.Spec.Tags, ", "),
-		"Addresses", strings.Join(s.Addresses, ", "), "Kernel", s.Kernel, "Version", s.Version,
-		"Survives kill -9", map[bool]string{true: "yes", false: "no: the kernel lacks FUSE RESEND (6.9)"}[s.Resend])
-	fmt.Fprintln(w, "\nDisks:")
-	var rows [][]string
-	for _, d := range disks.OnNode(n) {
-		rows = append(rows, diskRow(&d, "")[1:])
-	}
-	_ = text.Table(w, strings.TrimPrefix(diskHeader, "NODE "), rows)
-	printConditions(w, s.Conditions)
-}
-
-const diskHeader = "NODE PATH UID READY FS CAPACITY AVAILABLE TAGS MESSAGE"
-
-// diskRow is the row of a disk in a table; left is the rest on an evicted disk.
-func diskRow(d *disks.Disk, left string) []string {
-	msg := d.Status.Message
-	switch {
-	case d.Spec.EvictionRequested:
-		msg = strings.TrimPrefix(msg+"; being evicted"+left, "; ")
-	case d.Spec.Schedulable != nil && !*d.Spec.Schedulable:
-		msg = strings.TrimPrefix(msg+"; takes no new replicas and images", "; ")
-	}
-	return []string{d.Node, d.Spec.Path, string(d.Status.UID), fmt.Sprint(d.Status.Ready), d.Status.FSType,
-		someBytes(d.Status.Capacity), someBytes(d.Status.Available), strings.Join(d.Spec.Tags, ","), msg}
 }
 
 func (a *app) diskCommand() *cobra.Command {
@@ -168,9 +125,9 @@ func (a *app) diskList() *cobra.Command {
 						}
 						left = stillHolds(vols, imgs)
 					}
-					rows = append(rows, diskRow(&d, left))
+					rows = append(rows, describe.DiskRow(&d, left))
 				}
-				return text.Table(cmd.OutOrStdout(), diskHeader, rows)
+				return text.Table(cmd.OutOrStdout(), describe.DiskHeader, rows)
 			case "name":
 				for _, d := range all {
 					fmt.Fprintf(cmd.OutOrStdout(), "%s:%s\n", d.Node, d.Spec.Path)

@@ -4,16 +4,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"maps"
-	"slices"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/api/meta"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/util/duration"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 	"sigs.k8s.io/yaml"
@@ -159,53 +154,3 @@ func (a *app) printDiskOutcome(cmd *cobra.Command, node, path, what string) {
 // kinds maps the kinds in people's words to API kinds.
 var kinds = map[string]string{"volume": "Volume", "backingimage": "BackingImage", "snapshot": "Snapshot",
 	"snapshot group": "SnapshotGroup", "node": "Node", "backup target": "BackupTarget", "backup": "Backup"}
-
-func printConditions(w io.Writer, conds []metav1.Condition) {
-	if len(conds) == 0 {
-		return
-	}
-	fmt.Fprintln(w, "\nConditions:")
-	rows := make([][]string, 0, len(conds))
-	for _, c := range conds {
-		rows = append(rows, []string{c.Type, string(c.Status), c.Reason, age(c.LastTransitionTime), c.Message})
-	}
-	_ = text.Table(w, "TYPE STATUS REASON SINCE MESSAGE", rows)
-}
-
-// joinLabels formats labels for people, in the order of their names.
-func joinLabels(labels map[string]string) string {
-	var all []string
-	for _, k := range slices.Sorted(maps.Keys(labels)) {
-		all = append(all, k+"="+labels[k])
-	}
-	return strings.Join(all, ", ")
-}
-
-func age(t metav1.Time) string {
-	if t.IsZero() {
-		return ""
-	}
-	return duration.HumanDuration(time.Since(t.Time))
-}
-
-// ageOfText is age for a time as RFC 3339; a text that is none gives nothing.
-func ageOfText(text string) string {
-	at, _ := time.Parse(time.RFC3339, text)
-	return age(metav1.NewTime(at))
-}
-
-// someBytes formats a size for people, and an unknown size (0) as nothing.
-func someBytes(n int64) string {
-	if n == 0 {
-		return ""
-	}
-	return api.SizeText(n)
-}
-
-// seconds formats a duration for people.
-func seconds(d time.Duration) string {
-	if d < 10*time.Second {
-		return fmt.Sprintf("%.2f s", d.Seconds())
-	}
-	return d.Round(100 * time.Millisecond).String()
-}

@@ -3,20 +3,14 @@ package cli
 import (
 	"strings"
 	"testing"
-
-	"drover.io/drover/api"
 )
 
-// TestLabelsOfAStoreForgeNothing: labels of a backup and reasons of a wait, which a store supplies, neither begin a line
-// nor move the cursor nor turn the direction of the text.
-func TestLabelsOfAStoreForgeNothing(t *testing.T) {
-	const hostile = "x\nState:  Completed\r\x1b[2J\u009b2J\u202e"
-	b := &api.Backup{Status: api.BackupStatus{CommonBackupStatus: api.CommonBackupStatus{State: api.BackupError,
-		Message: hostile, Labels: map[string]string{hostile: hostile}}}}
+// TestReasonOfAWaitForgesNothing: the reason of a wait, which a store supplies, neither begins a line nor moves the
+// cursor nor turns the direction of the text.
+func TestReasonOfAWaitForgesNothing(t *testing.T) {
 	var out strings.Builder
-	describeBackup(&out, b)
-	remarkOn(&out, "backup", "b")(hostile)
-	if strings.Count(out.String(), "\nState:") != 1 || strings.ContainsAny(out.String(), "\r\x1b\u009b\u202e") {
+	remarkOn(&out, "backup", "b")("x\nState:  Completed\r\x1b[2J\u009b2J\u202e")
+	if strings.Count(out.String(), "\n") != 1 || strings.ContainsAny(out.String(), "\r\x1b\u009b\u202e") {
 		t.Errorf("%q", out.String())
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/describe"
 	"drover.io/drover/driver/cli/text"
 )
 
@@ -140,7 +141,7 @@ func silentNodes(ctx context.Context, c client.Client) (map[string]bool, error) 
 	}
 	away := map[string]bool{}
 	for i := range list.Items {
-		if n := &list.Items[i]; time.Since(n.Status.Heartbeat.Time) > nodeSilent {
+		if n := &list.Items[i]; time.Since(n.Status.Heartbeat.Time) > describe.NodeSilent {
 			away[n.Name] = true
 		}
 	}

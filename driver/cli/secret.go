@@ -13,15 +13,12 @@ import (
 	"drover.io/drover/api"
 )
 
-// secretNamespace is the namespace of Secrets without one.
-const secretNamespace = "default"
-
 // parseSecret reads [NAMESPACE/]NAME; nothing is no Secret.
 func parseSecret(s string) (*api.SecretRef, error) {
 	if s == "" {
 		return nil, nil
 	}
-	ref := &api.SecretRef{Namespace: secretNamespace, Name: s}
+	ref := &api.SecretRef{Namespace: api.DefaultSecretNamespace, Name: s}
 	if namespace, name, ok := strings.Cut(s, "/"); ok {
 		ref.Namespace, ref.Name = namespace, name
 	}

@@ -91,10 +91,10 @@ func (a *app) snapshotCreate() *cobra.Command {
 				return s.Status.ReadyToUse, nil
 			})
 			if err != nil {
-				return explainTimeout(err, "snapshot %q does not exist yet%s", name, colon(why))
+				return explainTimeout(err, "snapshot %q does not exist yet%s", name, text.Colon(why))
 			}
 			return a.printObject(cmd.OutOrStdout(), s, func(w io.Writer) {
-				fmt.Fprintf(w, "snapshot %q of volume %q created, in %s\n", name, v.Name, seconds(time.Since(began)))
+				fmt.Fprintf(w, "snapshot %q of volume %q created, in %s\n", name, v.Name, text.Seconds(time.Since(began)))
 			})
 		},
 	}
@@ -126,7 +126,8 @@ func (a *app) snapshotList() *cobra.Command {
 				func(o runtime.Object) []string {
 					s := o.(*api.Snapshot)
 					return []string{s.Name, s.Spec.Volume, s.Spec.Group, fmt.Sprint(s.Status.ReadyToUse),
-						someBytes(s.Status.RestoreSize), someBytes(s.Status.Size), s.Status.Parent, age(s.CreationTimestamp),
+						text.SomeBytes(s.Status.RestoreSize), text.SomeBytes(s.Status.Size), s.Status.Parent,
+						text.Age(s.CreationTimestamp),
 						s.Status.Error}
 				})
 		},
@@ -171,9 +172,9 @@ func (a *app) snapshotShow() *cobra.Command {
 				st := s.Status
 				text.Fields(w, "Name", s.Name, "Volume", s.Spec.Volume, "Group", s.Spec.Group, "Ready", fmt.Sprint(st.ReadyToUse),
 					"Error", st.Error,
-					"Created", st.CreationTime, "Restores to", someBytes(st.RestoreSize), "Own data", someBytes(st.Size),
+					"Created", st.CreationTime, "Restores to", text.SomeBytes(st.RestoreSize), "Own data", text.SomeBytes(st.Size),
 					"Parent", st.Parent, "Children", strings.Join(slices.Sorted(maps.Keys(st.Children)), ", "),
-					"By user", fmt.Sprint(st.UserCreated), "Labels", joinLabels(st.Labels), "Node", st.OwnerID,
+					"By user", fmt.Sprint(st.UserCreated), "Labels", text.JoinLabels(st.Labels), "Node", st.OwnerID,
 					"Handle", api.DataSource{Volume: s.Spec.Volume, Snapshot: s.Name}.String(), "UID", string(st.UID))
 			})
 		},
@@ -283,7 +284,7 @@ func (a *app) snapshotRevert() *cobra.Command {
 			}
 			return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
 				fmt.Fprintf(w, "volume %q has the content of snapshot %q, in "+
-					"%s\n", vol.Name, s.Name, seconds(time.Since(began)))
+					"%s\n", vol.Name, s.Name, text.Seconds(time.Since(began)))
 			})
 		},
 	}
@@ -332,7 +333,7 @@ func sourceOf(ctx context.Context, c client.Client, from string) (source string,
 			return "", 0, "", api.Errorf(api.NotFound, "snapshot %q is one of volume %q", ds.Snapshot, s.Spec.Volume)
 		}
 		if size = s.Status.RestoreSize; size == 0 {
-			return "", 0, "", api.Errorf(api.InUse, "snapshot %q does not exist yet%s", ds.Snapshot, colon(s.Status.Error))
+			return "", 0, "", api.Errorf(api.InUse, "snapshot %q does not exist yet%s", ds.Snapshot, text.Colon(s.Status.Error))
 		}
 	}
 	return ds.String(), size, v.Spec.BackingImage, nil

@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/text"
 )
 
 // createGroup takes snapshots of several volumes at the same instant.
@@ -52,10 +53,10 @@ func (a *app) createGroup(ctx context.Context, cmd *cobra.Command, c client.With
 		})
 	}
 	if err != nil {
-		return explainTimeout(err, "snapshot group %q is not there yet%s", name, colon(why))
+		return explainTimeout(err, "snapshot group %q is not there yet%s", name, text.Colon(why))
 	}
 	return a.printObject(cmd.OutOrStdout(), g, func(w io.Writer) {
-		fmt.Fprintf(w, "%d volumes cut at one instant, in %s: snapshots %s\n", len(names), seconds(time.Since(began)),
+		fmt.Fprintf(w, "%d volumes cut at one instant, in %s: snapshots %s\n", len(names), text.Seconds(time.Since(began)),
 			strings.Join(names, ", "))
 	})
 }

@@ -13,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/text"
 )
 
 // setStandby lets a new volume follow backups: those of a volume in a target, or of a backup's volume.
@@ -58,25 +59,6 @@ func followedBackup(ctx context.Context, c client.Client, from, target string) (
 		return nil, explain(ctx, err)
 	}
 	return findBackup(ctx, c, v.Status.LastBackupName)
-}
-
-// standbyText describes what a standby volume holds and fetches, or what its activation took.
-func standbyText(v *api.Volume) string {
-	st := v.Status.Standby
-	if st == nil {
-		return ""
-	}
-	if st.Message != "" {
-		return "activated: " + st.Message
-	}
-	text := "holds no backup yet"
-	if st.Held != nil {
-		text = fmt.Sprintf("holds backup %s of %s", st.Held.Backup, st.Held.SnapshotCreatedAt)
-	}
-	if st.Next != nil {
-		text += fmt.Sprintf("; fetches backup %s of %s, %d %%", st.Next.Backup, st.Next.SnapshotCreatedAt, st.Progress)
-	}
-	return text
 }
 
 func (a *app) volumeActivate() *cobra.Command {
@@ -130,7 +112,8 @@ func (a *app) volumeActivate() *cobra.Command {
 				return err
 			}
 			return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
-				fmt.Fprintf(w, "volume %q activated: %s, in %s\n", vol.Name, vol.Status.Standby.Message, seconds(time.Since(began)))
+				fmt.Fprintf(w, "volume %q activated: %s, in %s\n", vol.Name, vol.Status.Standby.Message,
+					text.Seconds(time.Since(began)))
 			})
 		},
 	}

@@ -7,7 +7,6 @@ import (
 	"io"
 	"net/url"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -15,11 +14,11 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/util/duration"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/await"
+	"drover.io/drover/driver/cli/describe"
 	"drover.io/drover/driver/cli/localfile"
 	"drover.io/drover/driver/cli/text"
 )
@@ -76,7 +75,7 @@ func (a *app) targetCreate() *cobra.Command {
 				if t, err = awaitTarget(ctx, c, name, cmd.ErrOrStderr()); err != nil {
 					return err
 				}
-				result = fmt.Sprintf("target %q is available, in %s", name, seconds(time.Since(began)))
+				result = fmt.Sprintf("target %q is available, in %s", name, text.Seconds(time.Since(began)))
 				if !t.Status.Encrypted && t.Status.Format != api.FormatLonghorn {
 					fmt.Fprintf(cmd.ErrOrStderr(), "target %q has the published password: every reader of the store can read the "+
 						"backups\n", name)
@@ -132,7 +131,7 @@ func (f *targetFlags) makeTarget(ctx context.Context, c client.Client, name, add
 		return nil, err
 	}
 	if values != nil {
-		ref = &api.SecretRef{Namespace: secretNamespace, Name: "backup-target-" + name}
+		ref = &api.SecretRef{Namespace: api.DefaultSecretNamespace, Name: "backup-target-" + name}
 	}
 	t := &api.BackupTarget{Spec: api.BackupTargetSpec{BackupTargetURL: address, CredentialSecret: ref,
 		PollInterval: &metav1.Duration{Duration: f.poll}, ReadOnly: f.readOnly, MaxUploadRate: upload,
@@ -160,14 +159,6 @@ func parseRate(flag, text string) (int64, error) {
 		return 0, usagef("%s: %w", flag, err)
 	}
 	return n, nil
-}
-
-// someRate formats a limit; no limit is empty.
-func someRate(n int64) string {
-	if n == 0 {
-		return ""
-	}
-	return api.SizeText(n) + "/s on each node"
 }
 
 func createTarget(ctx context.Context, c client.Client, t *api.BackupTarget, opts ...client.CreateOption) error {
@@ -241,7 +232,7 @@ func awaitTarget(ctx context.Context, c client.WithWatch, name string, remarks i
 		why = remark(t)
 		return false, nil
 	})
-	return t, explainTimeout(err, "target %q is not available yet%s", name, colon(why))
+	return t, explainTimeout(err, "target %q is not available yet%s", name, text.Colon(why))
 }
 
 func (a *app) targetList() *cobra.Command {
@@ -262,19 +253,11 @@ func (a *app) targetList() *cobra.Command {
 				func(o runtime.Object) []string {
 					t := o.(*api.BackupTarget)
 					return []string{t.Name, t.Spec.BackupTargetURL, fmt.Sprint(t.Status.Available),
-						fmt.Sprint(t.Status.Encrypted), fmt.Sprint(t.Status.Backups), t.Status.OwnerID, ageOf(t.Status.LastSyncedAt),
-						age(t.CreationTimestamp), t.Status.Message}
+						fmt.Sprint(t.Status.Encrypted), fmt.Sprint(t.Status.Backups), t.Status.OwnerID, text.AgeOf(t.Status.LastSyncedAt),
+						text.Age(t.CreationTimestamp), t.Status.Message}
 				})
 		},
 	}
-}
-
-// ageOf is age for a time that may be missing.
-func ageOf(t *metav1.Time) string {
-	if t == nil {
-		return ""
-	}
-	return age(*t)
 }
 
 func (a *app) targetShow() *cobra.Command {
@@ -293,8 +276,8 @@ func (a *app) targetShow() *cobra.Command {
 				return err
 			}
 			return a.printObject(cmd.OutOrStdout(), &t, func(w io.Writer) {
-				describeTarget(w, &t)
-				describeEvents(w, eventsOf(ctx, c, &t, "BackupTarget"))
+				describe.Target(w, &t)
+				describe.Events(w, describe.EventsOf(ctx, c, &t, "BackupTarget"))
 			})
 		},
 	}
@@ -330,86 +313,6 @@ func checkWritable(ctx context.Context, c client.Client, name string) error {
 	return nil
 }
 
-func describeTarget(w io.Writer, t *api.BackupTarget) {
-	s := t.Status
-	encrypted := ""
-	switch {
-	case s.Encrypted:
-		encrypted = "yes"
-	case s.Format == api.FormatLonghorn:
-		encrypted = "no: Longhorn does not encrypt backups"
-	case s.RepositoryID != "":
-		encrypted = "no: every reader of the store can read the backups, because the password is published"
-	}
-	secret := ""
-	if ref := t.Spec.CredentialSecret; ref != nil {
-		secret = cmp.Or(ref.Namespace, secretNamespace) + "/" + ref.Name
-	}
-	searched := "only by `drover target sync`"
-	if d := t.Spec.Poll(); d > 0 {
-		searched = "every " + duration.HumanDuration(d)
-	}
-	if last := ageOf(s.LastSyncedAt); last != "" {
-		searched += ", last " + last + " ago"
-	}
-	text.Fields(w, "Name", t.Name, "URL", t.Spec.BackupTargetURL, "Available", fmt.Sprint(s.Available),
-		"Message", s.Message, "Format", s.Format, "Encrypted", encrypted, "Secret", secret, "Read-only",
-		fmt.Sprint(t.ExplainReadOnly() != ""), "Upload limit", someRate(t.Spec.MaxUploadRate),
-		"Download limit", someRate(t.Spec.MaxDownloadRate),
-		"Searched", searched, "Backups", fmt.Sprint(s.Backups), "Used", usageText(s.Usage), "Sweep", sweepText(&s),
-		"Verified", verificationText(s.Verification), "Repository", s.RepositoryID,
-		"Node", s.OwnerID)
-	printConditions(w, s.Conditions)
-}
-
-// usageText says how much the store has.
-func usageText(u *api.UsageFact) string {
-	if u == nil {
-		return ""
-	}
-	return fmt.Sprintf("%s, %s without repeated chunks", u.UsedText, api.SizeText(u.UniqueBytes))
-}
-
-// sweepText says whether the space of deleted backups is free, and how the last sweep ended.
-func sweepText(s *api.BackupTargetStatus) string {
-	var parts []string
-	if !s.SweepRequested.IsZero() {
-		parts = append(parts, "due, to free the space of deleted backups")
-	}
-	if last := s.LastSweep; last != nil && !last.EndedAt.IsZero() {
-		parts = append(parts, fmt.Sprintf("%s freed %s ago", api.SizeText(last.FreedBytes), age(last.EndedAt)))
-	}
-	if last := s.LastSweep; last != nil && last.Message != "" {
-		parts = append(parts, last.Message)
-	}
-	return strings.Join(parts, "; ")
-}
-
-// verificationText says when all bytes were compared last, and with which outcome.
-func verificationText(v *api.VerificationFact) string {
-	if v == nil {
-		return "never"
-	}
-	var parts []string
-	if v.EndedAt != nil {
-		parts = append(parts, ageOf(v.EndedAt)+" ago")
-	}
-	if v.StartedAt != nil {
-		parts = append(parts, fmt.Sprintf("%d of %d parts since %s", v.Parts, api.VerificationParts, ageOf(v.StartedAt)))
-	}
-	if v.DamagedBlobs > 0 {
-		parts = append(parts, fmt.Sprintf("%s damaged in %s: %s", api.CountText(int(v.DamagedBlobs), "blob"),
-			api.CountText(int(v.DamagedBackups), "backup"), strings.Join(v.BackupNames, ", ")))
-	}
-	if len(v.ObjectNames) > 0 {
-		parts = append(parts, "damaged objects: "+strings.Join(v.ObjectNames, ", "))
-	}
-	if v.Message != "" {
-		parts = append(parts, v.Message)
-	}
-	return strings.Join(parts, "; ")
-}
-
 func (a *app) targetSync() *cobra.Command {
 	return &cobra.Command{
 		Use:   "sync [NAME]",
@@ -432,7 +335,7 @@ func (a *app) targetSync() *cobra.Command {
 			}
 			return a.printObject(cmd.OutOrStdout(), t, func(w io.Writer) {
 				fmt.Fprintf(w, "target %q has %s, searched in %s\n", name, api.CountText(int(t.Status.Backups), "backup"),
-					seconds(time.Since(began)))
+					text.Seconds(time.Since(began)))
 			})
 		},
 	}

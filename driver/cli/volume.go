@@ -13,7 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
-	"drover.io/drover/driver/cli/filesystem"
+	"drover.io/drover/driver/cli/describe"
 	"drover.io/drover/driver/cli/text"
 )
 
@@ -118,7 +118,7 @@ func (a *app) makeVolume(ctx context.Context, cmd *cobra.Command, c client.WithW
 	if err != nil {
 		return err
 	}
-	return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) { describeCreated(w, vol, began) })
+	return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) { describe.CreatedVolume(w, vol, began) })
 }
 
 func createVolume(ctx context.Context, c client.Client, v *api.Volume) error {
@@ -127,25 +127,6 @@ func createVolume(ctx context.Context, c client.Client, v *api.Volume) error {
 		return api.Errorf(api.Exists, "volume %q exists already: see `drover volume show %s`", v.Name, v.Name)
 	}
 	return explain(ctx, err)
-}
-
-// describeCreated prints the result of a command that made a volume.
-func describeCreated(w io.Writer, vol *api.Volume, began time.Time) {
-	from := ""
-	switch {
-	case vol.Spec.DataSource != "":
-		from = " from " + vol.Spec.DataSource
-	case vol.Spec.BackingImage != "":
-		from = fmt.Sprintf(" from image %q", vol.Spec.BackingImage)
-	case vol.Spec.Standby:
-		from = fmt.Sprintf(", follows the backups of volume %q", api.VolumeOfURL(vol.Spec.FromBackup))
-	case vol.Spec.FromBackup != "":
-		from = fmt.Sprintf(" from backup %q", api.BackupOfURL(vol.Spec.FromBackup))
-	case vol.Spec.ImportFrom != nil:
-		from = ", imported"
-	}
-	fmt.Fprintf(w, "volume %q created: %s%s, in %s\n", vol.Name, api.SizeText(vol.Spec.Size), from,
-		seconds(time.Since(began)))
 }
 
 // setSource makes the content of a volume or a snapshot the source of a new volume.
@@ -241,7 +222,7 @@ func awaitVolume(ctx context.Context, c client.WithWatch, name string, remarks i
 		return nil, explainTimeout(err, "volume %q", name)
 	}
 	return vol, explainTimeout(err, "volume %q is %s%s; see `drover volume show %s`", name, vol.Status.State,
-		colon(unreadyReason(vol)), name)
+		text.Colon(unreadyReason(vol)), name)
 }
 
 // unreadyReason returns the volume's own reason for not being ready.
@@ -289,7 +270,7 @@ func (a *app) volumeList() *cobra.Command {
 					v := o.(*api.Volume)
 					return []string{v.Name, string(v.Status.State), string(v.Status.Robustness), api.SizeText(v.Spec.Size),
 						api.SizeText(v.Status.Used), api.SizeText(v.Status.Shared), v.Spec.BackingImage, v.Status.AttachedNode,
-						device[v.Name], ageOfText(v.Status.LastBackupAt), age(v.CreationTimestamp)}
+						device[v.Name], text.AgeOfText(v.Status.LastBackupAt), text.Age(v.CreationTimestamp)}
 				})
 		},
 	}
@@ -319,67 +300,15 @@ func (a *app) volumeShow() *cobra.Command {
 				return err
 			}
 			return a.printObject(cmd.OutOrStdout(), &v, func(w io.Writer) {
-				mine, all := reps.OfVolume(v.Name), eventsOf(ctx, c, &v, "Volume", "Attachment")
-				describeVolume(w, &v, mine, att)
+				mine, all := reps.OfVolume(v.Name), describe.EventsOf(ctx, c, &v, "Volume", "Attachment")
+				describe.Volume(w, &v, mine, att)
 				for i := range mine { // the damage belongs to the replica that reports damage
-					all = append(all, eventsOf(ctx, c, &mine[i], "Replica")...)
+					all = append(all, describe.EventsOf(ctx, c, &mine[i], "Replica")...)
 				}
-				describeEvents(w, latestEvents(all))
+				describe.Events(w, describe.LatestEvents(all))
 			})
 		},
 	}
-}
-
-func describeVolume(w io.Writer, v *api.Volume, reps []api.Replica, att *api.Attachment) {
-	s := v.Status
-	size := api.SizeText(v.Spec.Size)
-	if s.Size != 0 && s.Size != v.Spec.Size {
-		size += " (now " + api.SizeText(s.Size) + ")"
-	}
-	where, mounted := "", ""
-	if att != nil {
-		where = att.Spec.Node
-		if att.Status.Device != "" {
-			where += ", " + att.Status.Device
-		}
-		if att.Spec.ReadOnly {
-			where += ", read-only"
-		}
-		if att.Status.Message != "" {
-			where += ": " + att.Status.Message
-		}
-		if dirs, err := filesystem.DirsOf(att.Status.Device); err == nil {
-			mounted = strings.Join(dirs, ", ")
-		}
-	}
-	used := api.SizeText(s.Used)
-	if s.Shared > 0 {
-		used += fmt.Sprintf(", of which %s in layers that others have too", api.SizeText(s.Shared))
-	}
-	text.Fields(w, "Name", v.Name, "State", string(s.State), "Robustness", string(s.Robustness), "Message", s.Message,
-		"Size", size, "Used", used, "Image", v.Spec.BackingImage, "Source", sourceText(v),
-		"Standby", standbyText(v),
-		"Replicas", fmt.Sprint(v.Spec.NumberOfReplicas),
-		"Filesystem", strings.TrimSpace(v.Spec.FSType+" "+v.Spec.MkfsParams), "Attached", where, "Mounted", mounted,
-		"Epoch", fmt.Sprint(s.Epoch), "UID", string(s.UID))
-	if len(reps) > 0 {
-		fmt.Fprintln(w, "\nReplicas:")
-		var rows [][]string
-		for _, r := range reps {
-			rows = append(rows, []string{r.Name, r.Spec.Node, string(r.Spec.Disk), string(r.Status.Mode),
-				api.SizeText(r.Status.Used), copyProgress(&r), r.Status.Message})
-		}
-		_ = text.Table(w, "NAME NODE DISK MODE USED COPIED MESSAGE", rows)
-	}
-	printConditions(w, s.Conditions)
-}
-
-// copyProgress returns the progress of the copy to the replica's disk, or nothing without a copy.
-func copyProgress(r *api.Replica) string {
-	if r.Status.Copy == nil {
-		return ""
-	}
-	return fmt.Sprintf("%d %%", r.Status.Copy.Progress)
 }
 
 func (a *app) volumeRetry() *cobra.Command {
@@ -422,27 +351,6 @@ func (a *app) volumeRetry() *cobra.Command {
 	}
 }
 
-// sourceText describes a volume's source and the progress of its copy.
-func sourceText(v *api.Volume) string {
-	if c := v.Status.CloneStatus; c != nil {
-		return v.Spec.DataSource + " (" + string(c.State) + ")" + colon(c.Message)
-	}
-	if v.FollowsBackups() {
-		return "backups of volume " + api.VolumeOfURL(v.Spec.FromBackup)
-	}
-	if r := v.Status.RestoreStatus; r != nil {
-		text := fmt.Sprintf("backup %s (%s", r.Backup, r.State)
-		if v.Spec.ImportFrom != nil {
-			text = fmt.Sprintf("imported file (%s", r.State)
-		}
-		if r.State != api.CloneCompleted {
-			text += fmt.Sprintf(", %d %%", r.Progress)
-		}
-		return text + ")" + colon(r.Message)
-	}
-	return v.Spec.DataSource
-}
-
 func (a *app) volumeExpand() *cobra.Command {
 	c := &cobra.Command{
 		Use: "expand NAME SIZE", Short: "Make a volume larger, attached or not, and its mounted filesystem",
@@ -466,7 +374,7 @@ func (a *app) volumeExpand() *cobra.Command {
 			}
 			return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) {
 				fmt.Fprintf(w, "volume %q is %s%s, in %s\n", vol.Name, api.SizeText(vol.Status.Size), grown,
-					seconds(time.Since(began)))
+					text.Seconds(time.Since(began)))
 			})
 		},
 	}

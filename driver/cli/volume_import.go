@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/driver/cli/describe"
 	"drover.io/drover/driver/cli/origin"
 	"drover.io/drover/driver/cli/progress"
 	"drover.io/drover/driver/cli/restarts"
@@ -96,7 +97,7 @@ func (a *app) importVolume(ctx context.Context, cmd *cobra.Command, c client.Wit
 	}
 	vol, err := followImport(ctx, cmd, c, f, body)
 	if err == nil {
-		return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) { describeCreated(w, vol, began) })
+		return a.printObject(cmd.OutOrStdout(), vol, func(w io.Writer) { describe.CreatedVolume(w, vol, began) })
 	}
 	if ctx.Err() != nil {
 		err = fmt.Errorf("%w: volume %q is not imported", context.Cause(ctx), v.Name)

@@ -38,7 +38,7 @@ func awaitGone[T client.Object](ctx context.Context, c client.WithWatch, remarks
 		held = why(now)
 		remark(held)
 	}))
-	return explainTimeout(err, "the deletion of %s %q continues%s", noun, obj.GetName(), colon(held))
+	return explainTimeout(err, "the deletion of %s %q continues%s", noun, obj.GetName(), text.Colon(held))
 }
 
 // remarkOn returns a function that writes each new reason for which a command waits for an object, as a remark.
@@ -67,13 +67,6 @@ func explainTimeout(err error, format string, args ...any) error {
 		return fmt.Errorf("%w: %s", err, fmt.Sprintf(format, args...))
 	}
 	return err
-}
-
-func colon(s string) string {
-	if s == "" {
-		return ""
-	}
-	return ": " + s
 }
 
 // explain turns an error of the client library into a sentence with advice, and adds a kind.

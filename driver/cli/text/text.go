@@ -1,5 +1,5 @@
-// Package text writes tables and fields for people, without the control characters that a status, an error or a store may
-// hold. It has no state.
+// Package text writes tables, fields and values for people. Tables and fields hold none of the control characters that
+// a status, an error or a store may hold. The package has no state.
 package text
 
 import (

@@ -1,4 +1,4 @@
-package cli
+package describe
 
 import (
 	"context"
@@ -18,10 +18,10 @@ import (
 // showEvents is the number of events shown for an object.
 const showEvents = 10
 
-// eventsOf returns the latest events of an object of a kind, and of objects of the other kinds with the same name,
+// EventsOf returns the latest events of an object of a kind, and of objects of the other kinds with the same name,
 // oldest first. eventsOf omits events of an earlier object of the name. A user without the right to read events sees no
 // events.
-func eventsOf(ctx context.Context, c client.Client, o client.Object, kind string, others ...string) []eventsv1.Event {
+func EventsOf(ctx context.Context, c client.Client, o client.Object, kind string, others ...string) []eventsv1.Event {
 	var list eventsv1.EventList
 	if err := c.List(ctx, &list, client.MatchingFields{"regarding.name": o.GetName()}); err != nil {
 		return nil
@@ -32,11 +32,11 @@ func eventsOf(ctx context.Context, c client.Client, o client.Object, kind string
 		}
 		return !slices.Contains(others, e.Regarding.Kind) || lastSeen(&e).Before(o.GetCreationTimestamp().Time)
 	})
-	return latestEvents(all)
+	return LatestEvents(all)
 }
 
-// latestEvents returns the latest events, oldest first.
-func latestEvents(all []eventsv1.Event) []eventsv1.Event {
+// LatestEvents returns the latest events, oldest first.
+func LatestEvents(all []eventsv1.Event) []eventsv1.Event {
 	slices.SortStableFunc(all, func(a, b eventsv1.Event) int { return lastSeen(&a).Compare(lastSeen(&b)) })
 	return all[max(0, len(all)-showEvents):]
 }
@@ -51,7 +51,8 @@ func lastSeen(e *eventsv1.Event) time.Time {
 	return e.CreationTimestamp.Time
 }
 
-func describeEvents(w io.Writer, all []eventsv1.Event) {
+// Events writes a table of events, if any.
+func Events(w io.Writer, all []eventsv1.Event) {
 	if len(all) == 0 {
 		return
 	}
