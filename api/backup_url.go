@@ -31,8 +31,8 @@ func ParseBackupURL(text string) (BackupRef, error) {
 
 var errNoBackupURL = Errorf(Invalid, "the text is no URL of a backup: copy status.url of the Backup")
 
-// storeOf names the store of a URL: URLs that differ in the options of a mount, in a slash at the end, or in the name of
-// the scheme, name one store.
+// storeOf names the store of a URL: URLs that differ in the options of a mount, in a slash at the end, or in the name
+// of the scheme, name one store.
 func storeOf(u *url.URL) string {
 	scheme := u.Scheme
 	switch scheme {

@@ -11,9 +11,10 @@ import (
 
 // BackupBackingImage is the content of a backing image in the store of a BackupTarget. Spec: written by the client that
 // wants the backup, by the controller role for the image of a volume that is backed up, or by the node role for a
-// backup found in a store; spec.source and an empty spec.digest by the controller role; the copy of the image of a volume
-// whose backup is copied, by the node role. Status: by the writers of a Backup's status. Labels: LabelImage, LabelBackupTarget. Finalizer: Finalizer, removed when the store has no trace of
-// the backup. The backup outlives its image.
+// backup found in a store; spec.source and an empty spec.digest by the controller role; the copy of the image of a
+// volume whose backup is copied, by the node role. Status: by the writers of a Backup's status. Labels: LabelImage,
+// LabelBackupTarget. Finalizer: Finalizer, removed when the store has no trace of the backup. The backup outlives its
+// image.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.size() <= 128",message="the name of a backup has at most 128 characters"

@@ -119,8 +119,8 @@ const ConditionUnavailable = "Unavailable"
 // ConditionDamaged is True on a BackupTarget whose repository lost bytes that backups need.
 const ConditionDamaged = "Damaged"
 
-// ConditionNoRecoveryKey is True on a BackupTarget whose repository has an own password and no other: a lost password is
-// a lost repository.
+// ConditionNoRecoveryKey is True on a BackupTarget whose repository has an own password and no other: a lost password
+// is a lost repository.
 const ConditionNoRecoveryKey = "NoRecoveryKey"
 
 // Reasons of ConditionNoRecoveryKey.
@@ -276,8 +276,8 @@ type VerificationFact struct {
 	// Request is the last VerifyRequestedAt that a verification began for; Asked says that this one is in progress.
 	Request *metav1.Time `json:"request,omitempty"`
 	Asked   bool         `json:"asked,omitempty"`
-	// StartedAt is the begin of the verification in progress, in which Parts of 30 parts are complete. Position is the name
-	// of the last pack that was read.
+	// StartedAt is the begin of the verification in progress, in which Parts of 30 parts are complete. Position is the
+	// name of the last pack that was read.
 	StartedAt   *metav1.Time `json:"startedAt,omitempty"`
 	Parts       int32        `json:"parts,omitempty"`
 	Position    string       `json:"position,omitempty"`
@@ -377,7 +377,8 @@ const (
 	SecretRecoveryPassword = "BACKUP_RECOVERY_PASSWORD"
 )
 
-// PublishedPassword is the password of a repository whose target has none: whoever reads the store can read the backups.
+// PublishedPassword is the password of a repository whose target has none: whoever reads the store can read the
+// backups.
 const PublishedPassword = "drover"
 
 // NewRequest is the time of a request after the last one: the API keeps seconds, and each request is a new value.

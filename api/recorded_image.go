@@ -41,7 +41,8 @@ func (r *RecordedImage) Encode() string {
 	return encodeRecord(r)
 }
 
-// ParseRecordedImage reads the JSON of a store, where everybody with the password writes; nil: no Drover wrote the JSON.
+// ParseRecordedImage reads the JSON of a store, where everybody with the password writes; nil: no Drover wrote the
+// JSON.
 func ParseRecordedImage(text string) *RecordedImage {
 	return parseRecord(text, func(r *RecordedImage) {
 		r.Labels, r.MinNumberOfCopies = portableLabels(r.Labels), min(max(r.MinNumberOfCopies, 0), mostCopies)

@@ -139,9 +139,9 @@ func VolumeOfURL(text string) string {
 	return u.Query().Get("volume")
 }
 
-// CutAt implements StoredBackup: the instant of the snapshot, or of the backup's end if the snapshot's is not known. The
-// time of the object in the store takes the place of an instant that was in the future when the target was listed, so a
-// source whose clock is ahead does not hide later backups.
+// CutAt implements StoredBackup: the instant of the snapshot, or of the backup's end if the snapshot's is not known.
+// The time of the object in the store takes the place of an instant that was in the future when the target was listed,
+// so a source whose clock is ahead does not hide later backups.
 func (b *Backup) CutAt() time.Time {
 	return borneOut(cmp.Or(b.Status.SnapshotCreatedAt, b.Status.BackupCreatedAt), b.Status.StoredAt)
 }

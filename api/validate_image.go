@@ -12,8 +12,8 @@ import (
 
 // Parameters of SourceRestore. With RestoreAllowDamaged, true, damaged chunks of the backup are restored as zeros; with
 // RestoreOnDemand, true, only chunks that volumes read are restored, and the image never becomes ready. The others are
-// Longhorn's: RestoreTargetName and RestoreConcurrency change nothing, because the URL leads to the target, and the node
-// decides how much it reads at once.
+// Longhorn's: RestoreTargetName and RestoreConcurrency change nothing, because the URL leads to the target, and the
+// node decides how much it reads at once.
 const (
 	RestoreBackupURL    = "backup-url"
 	RestoreAllowDamaged = "allow-damaged"

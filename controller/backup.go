@@ -282,7 +282,8 @@ func (s *Server) namedBackup(ctx context.Context, w *wish) (int64, error) {
 	}
 	ref, refErr := api.ParseBackupURL(w.fromBackup)
 	i := slices.IndexFunc(list.Items, func(b api.Backup) bool {
-		return refErr == nil && ref.Matches(b.Status.URL) || b.Name == w.fromBackup && (w.target == "" || w.target == b.Target())
+		return refErr == nil && ref.Matches(b.Status.URL) ||
+			b.Name == w.fromBackup && (w.target == "" || w.target == b.Target())
 	})
 	if i < 0 {
 		return 0, api.Errorf(api.NotFound, "no Backup has the name or URL that parameter fromBackup has: make a "+

@@ -11,15 +11,19 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"unicode/utf8"
 )
 
 // Sizes for a readable house.
 const (
+	lineWidth    = 120 // characters, a tab counts as one; tests, markers of kubebuilder and tags excepted
 	fileLines    = 600
 	packageLines = 7500 // tests excepted
 	typeMethods  = 100
 	oneWordNames = 15 // percent of the unexported functions whose name has no object: acknowledge, but not sealLayer
 )
+
+var isMarkerOrTag = regexp.MustCompile(`^\s*// \+kubebuilder:|json:"`)
 
 var oneWord = regexp.MustCompile(`^[a-z]+$`)
 
@@ -45,6 +49,11 @@ func TestSizes(t *testing.T) {
 		}
 		if strings.HasSuffix(path, "_test.go") {
 			continue
+		}
+		for i, line := range strings.Split(string(source), "\n") {
+			if n := utf8.RuneCountInString(line); n > lineWidth && !isMarkerOrTag.MatchString(line) {
+				t.Errorf("%s:%d has %d characters, at most %d are allowed; break the line", path, i+1, n, lineWidth)
+			}
 		}
 		dir := filepath.Dir(path)
 		packages[dir] += lines

@@ -162,8 +162,8 @@ func (a *attempt) options(ctx context.Context, w *work, of content, size, rate i
 	return o, nil
 }
 
-// confirmSource returns an error if the Backup has ended, or another node makes it. A node that was cut off from the API
-// server may not know: its snapshot would be a second one of the Backup.
+// confirmSource returns an error if the Backup has ended, or another node makes it. A node that was cut off from the
+// API server may not know: its snapshot would be a second one of the Backup.
 func (a *attempt) confirmSource(ctx context.Context, w *work) error {
 	now, err := findBackup(ctx, a.live, keyOf(a.b))
 	switch {

@@ -21,8 +21,8 @@ type content interface {
 	explainHold(ctx context.Context, err error) error
 	// findBase finds the snapshot of an earlier backup, with the chunks that may differ from it; nil: none. With reread,
 	// the backup trusts no earlier backup and no digest.
-	findBase(ctx context.Context, r *repo.Repository, disk block.SnapshotDisk) (base *blob.ID, changed []int64, reread bool,
-		err error)
+	findBase(ctx context.Context, r *repo.Repository, disk block.SnapshotDisk) (base *blob.ID, changed []int64,
+		reread bool, err error)
 	// describe describes the content as the objects have it now.
 	describe(ctx context.Context) (described, error)
 }

@@ -126,7 +126,7 @@ func (c *volumeSnapshot) describeImage(ctx context.Context, out *described) erro
 			return nil
 		}
 	}
-	out.note = "backup target " + c.b.Target() + " has no backup of image " + out.facts.Image + ": a restore needs none, " +
-		"and `drover image backup` makes one"
+	out.note = "backup target " + c.b.Target() + " has no backup of image " + out.facts.Image + ": a restore needs " +
+		"none, and `drover image backup` makes one"
 	return nil
 }

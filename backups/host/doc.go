@@ -2,8 +2,8 @@
 // spec.source names its node, and is the only writer of their status until they end. A content says which layers a
 // backup reads, and describes them; all else is the same for both kinds.
 //
-// An unfinished backup that a user deletes leaves neither a snapshot in the repository nor a hold on the disk. Below lie
-// targets, which looks after BackupTargets and ended backups, and copies, which makes the Backups with spec.copyOf.
+// An unfinished backup that a user deletes leaves neither a snapshot in the repository nor a hold on the disk. Below
+// lie targets, which looks after BackupTargets and ended backups, and copies, which makes the Backups with spec.copyOf.
 //
 // Invariants:
 //

@@ -25,8 +25,8 @@ type Images struct {
 	// Disk opens the disk inside the file of a backing image, which is raw or qcow2. The disk owns the file; after an
 	// error the caller does.
 	Disk func(file block.Source) (block.Source, error)
-	// Local opens the disk of an image outside of the store, by the SHA-512 of the image's file. An error of kind NotFound:
-	// there is no such image. nil: there are none.
+	// Local opens the disk of an image outside of the store, by the SHA-512 of the image's file. An error of kind
+	// NotFound: there is no such image. nil: there are none.
 	Local func(ctx context.Context, checksum string) (block.Source, error)
 
 	mu       sync.Mutex
@@ -73,8 +73,8 @@ func (s *Store) openBase(ctx context.Context, v *Volume, images *Images) (block.
 		}
 		err = errors.Join(err, localErr)
 	}
-	return nil, api.Errorf(api.NotFound, "the backup lacks the bytes of the volume's backing image %.64q with SHA-512 %s; "+
-		"back the image up in Longhorn, or import its file into this cluster: %w", v.Image, sum, err)
+	return nil, api.Errorf(api.NotFound, "the backup lacks the bytes of the volume's backing image %.64q with SHA-512 "+
+		"%s; back the image up in Longhorn, or import its file into this cluster: %w", v.Image, sum, err)
 }
 
 // openStoredBase opens the disk of a backing image in the store, after a comparison of its file with a SHA-512.

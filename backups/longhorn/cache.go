@@ -5,8 +5,8 @@ import (
 	"sync"
 )
 
-// cachedBlocks is how many blocks a blockCache keeps: 64 MiB of the largest. The cache of a backing image below a volume
-// has room for the smallest, which the readers of a restore read at other places at once.
+// cachedBlocks is how many blocks a blockCache keeps: 64 MiB of the largest. The cache of a backing image below a
+// volume has room for the smallest, which the readers of a restore read at other places at once.
 const (
 	cachedBlocks     = 4
 	cachedBaseBlocks = 2 * mostReaders

@@ -10,13 +10,14 @@
 //
 //   - All objects of the store are hostile: names are checked before the store is asked, sizes before a read, lengths
 //     before an allocation, and offsets before a block is used.
-//   - No byte is returned that was not compared with its block's checksum. Blocks that a backup does not list are zeros,
-//     or the bytes of the volume's backing image, whose file was compared with the SHA-512 that the volume names. Without
-//     the image a backup is not opened.
+//   - No byte is returned that was not compared with its block's checksum. Blocks that a backup does not list are
+//     zeros, or the bytes of the volume's backing image, whose file was compared with the SHA-512 that the volume
+//     names. Without the image a backup is not opened.
 //   - The memory of an open backup does not depend on its size: the list of blocks lies in a local file without a name.
 //   - A backup that is in progress (its cfg has no CreatedTime) is an error of kind Busy.
 //
-// Goroutines: Restore, OpenBackup and the lists wait for all that they start. Methods are safe for concurrent use, except Close.
+// Goroutines: Restore, OpenBackup and the lists wait for all that they start. Methods are safe for concurrent use,
+// except Close.
 //
 // Lock order: blockCache.mu and Images.mu are leaves. No request to the store runs with a lock held.
 package longhorn
@@ -67,7 +68,8 @@ func New(store target.Store, cache string) *Store { return &Store{store, cache} 
 // Name names a backup of a volume.
 type Name struct{ Volume, Backup string }
 
-// ID stands for the backup where Drover names a backup by 32 bytes: SHA-256 of volume, '/' and backup. No name has a '/'.
+// ID stands for the backup where Drover names a backup by 32 bytes: SHA-256 of volume, '/' and backup. No name has a
+// '/'.
 func (n Name) ID() [sha256.Size]byte { return sha256.Sum256([]byte(n.Volume + "/" + n.Backup)) }
 
 // ImageID is ID for a backing image: SHA-256 of its name, which has no '/'.

@@ -22,9 +22,9 @@ type CopyOptions struct {
 	Progress *Progress
 }
 
-// Copy copies the backup of a snapshot into another repository. It reads only the blobs that the other repository lacks;
-// all blobs keep their ids, and are sealed with the other key. Both repositories are locked until Copy returns. Errors
-// and the result are those of Backup; NotFound or Corrupt: the origin lacks the snapshot or a blob.
+// Copy copies the backup of a snapshot into another repository. It reads only the blobs that the other repository
+// lacks; all blobs keep their ids, and are sealed with the other key. Both repositories are locked until Copy returns.
+// Errors and the result are those of Backup; NotFound or Corrupt: the origin lacks the snapshot or a blob.
 func Copy(ctx context.Context, from *repo.Repository, id blob.ID, to *repo.Repository, o CopyOptions) (
 	result Result, err error) {
 	origin, err := from.Lock(ctx, repo.Shared)

@@ -45,7 +45,8 @@ func setupSince(mgr ctrl.Manager, log *slog.Logger, began time.Time) error {
 	if err := setupMetrics(mgr.GetClient()); err != nil {
 		return err
 	}
-	for _, setup := range []func(ctrl.Manager, *slog.Logger) error{setupSnapshots, setupBackupVolumes, setupImageRestores} {
+	for _, setup := range []func(ctrl.Manager, *slog.Logger) error{setupSnapshots, setupBackupVolumes,
+		setupImageRestores} {
 		if err := setup(mgr, log); err != nil {
 			return err
 		}
@@ -142,8 +143,8 @@ func ignoreRace(err error) error {
 	return err
 }
 
-// addMetadata adds the finalizer, and the names as labels, of a backup, and reports whether any was missing. A name that
-// is no value of a label gets no label: no volume, image or target has such a name.
+// addMetadata adds the finalizer, and the names as labels, of a backup, and reports whether any was missing. A name
+// that is no value of a label gets no label: no volume, image or target has such a name.
 func addMetadata(b client.Object, names map[string]string) bool {
 	changed := controllerutil.AddFinalizer(b, api.Finalizer)
 	labels := b.GetLabels()
@@ -234,7 +235,8 @@ func (r *backupReconciler) patchSource(ctx context.Context, b, base api.StoredBa
 	return r.Patch(ctx, b, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 }
 
-// checkSource takes a backup from a node that cannot make the backup any more. The next reconcile finds another replica.
+// checkSource takes a backup from a node that cannot make the backup any more. The next reconcile finds another
+// replica.
 func (r *backupReconciler) checkSource(ctx context.Context, b *api.Backup) (ctrl.Result, error) {
 	source := b.Spec.Source
 	v := &api.Volume{}

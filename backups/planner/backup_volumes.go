@@ -97,8 +97,8 @@ func (r *backupVolumeReconciler) Reconcile(ctx context.Context, req ctrl.Request
 	return ctrl.Result{}, ignoreRace(r.Status().Update(ctx, v))
 }
 
-// deleteMirror deletes a BackupVolume without a Backup in the store, after the finalizer: with it, the deletion would be
-// the wish of a user, which deletes backups.
+// deleteMirror deletes a BackupVolume without a Backup in the store, after the finalizer: with it, the deletion would
+// be the wish of a user, which deletes backups.
 func (r *backupVolumeReconciler) deleteMirror(ctx context.Context, v *api.BackupVolume) error {
 	controllerutil.RemoveFinalizer(v, api.Finalizer)
 	if err := r.Update(ctx, v); err != nil {

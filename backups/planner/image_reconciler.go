@@ -121,8 +121,8 @@ func (r imageReconciler) findSource(ctx context.Context, reader client.Reader, b
 	case img.DeletionTimestamp != nil:
 		return nil, "", api.Errorf(api.NotFound, "image %s is being deleted", name)
 	case digest == "":
-		return nil, "", api.Errorf(api.Unavailable, "image %s is not ready: it is %s, or its layers have no digests yet; the "+
-			"backup waits", name, cmp.Or(img.Status.State, api.ImagePending))
+		return nil, "", api.Errorf(api.Unavailable, "image %s is not ready: it is %s, or its layers have no digests yet; "+
+			"the backup waits", name, cmp.Or(img.Status.State, api.ImagePending))
 	case b.Spec.Digest != "" && b.Spec.Digest != digest:
 		return nil, "", api.Errorf(api.Invalid, "image %s has other content than the backup is of, with digest %.16s; make "+
 			"another backup", name, digest)

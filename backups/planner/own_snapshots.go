@@ -105,7 +105,8 @@ func (r *snapshotReconciler) deleteSnapshot(ctx context.Context, s *api.Snapshot
 // needs its snapshot until its end, also one that was taken for another backup. The snapshot of the newest completed
 // backup in each target is needed as the base of the next backup, as long as the volume stays: the snapshots of a
 // deleted volume would keep the volume's data for ever.
-func disposableSnapshots(volumeStays bool, backups []api.Backup, snapshots []api.Snapshot) (disposable []*api.Snapshot) {
+func disposableSnapshots(volumeStays bool, backups []api.Backup, snapshots []api.Snapshot) (
+	disposable []*api.Snapshot) {
 	unfinished, named := map[types.UID]bool{}, map[string]bool{}
 	for i := range backups {
 		b := &backups[i]

@@ -142,7 +142,8 @@ func (r *backupReconciler) takeSnapshot(ctx context.Context, b *api.Backup, v *a
 	if err := r.Create(ctx, s); err != nil && !apierrors.IsAlreadyExists(err) {
 		return fmt.Errorf("snapshot %s: %w", s.Name, err)
 	}
-	return api.Errorf(api.Unavailable, "snapshot %s of volume %s is not ready: the snapshot is being taken", s.Name, v.Name)
+	return api.Errorf(api.Unavailable, "snapshot %s of volume %s is not ready: the snapshot is being taken", s.Name,
+		v.Name)
 }
 
 // explainUnready says why a snapshot is not ready.
@@ -199,9 +200,9 @@ type sourceView struct {
 	now        time.Time
 }
 
-// chooseSource chooses the replica that a backup is made from: a holder of the snapshot on a ready disk of a node with a
-// recent heartbeat. A whole replica comes before a replica that lacks layers or is damaged, a node without the volume's
-// device before the node with the device, a node with fewer unfinished backups before a node with more.
+// chooseSource chooses the replica that a backup is made from: a holder of the snapshot on a ready disk of a node with
+// a recent heartbeat. A whole replica comes before a replica that lacks layers or is damaged, a node without the
+// volume's device before the node with the device, a node with fewer unfinished backups before a node with more.
 func chooseSource(view sourceView) (*api.Replica, error) {
 	silent := func(n *api.Node) bool { return view.now.Sub(n.Status.Heartbeat.Time) >= n.SilentAfter() }
 	var usable []*api.Replica

@@ -77,8 +77,8 @@ func waitForImage(b *api.BackupBackingImage) error {
 		b.Spec.BackingImageName, b.Name)
 }
 
-// createImageBackup creates the backup of the image of a backup's volume. other is a backup of an image of the same name
-// with other content in the target; nil: none.
+// createImageBackup creates the backup of the image of a backup's volume. other is a backup of an image of the same
+// name with other content in the target; nil: none.
 func (r *backupReconciler) createImageBackup(ctx context.Context, b *api.Backup, img *api.BackingImage, digest string,
 	other *api.BackupBackingImage) error {
 	x := &api.BackupBackingImage{Spec: api.BackupBackingImageSpec{BackupTargetName: b.Target(),

@@ -242,8 +242,8 @@ func (r *Repository) scanIndexFile(ctx context.Context, f namedFile, each func(i
 	return session, nil
 }
 
-// Has reports whether the repository has a blob outside of damaged packs, or the session's Writer wrote the blob. Before
-// the Writer's next Flush the blob may not be durable.
+// Has reports whether the repository has a blob outside of damaged packs, or the session's Writer wrote the blob.
+// Before the Writer's next Flush the blob may not be durable.
 func (b *Blobs) Has(ctx context.Context, id blob.ID, kind blob.Kind) (bool, error) {
 	_, ok, err := b.find(ctx, id, kind, false)
 	return ok, err

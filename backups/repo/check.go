@@ -32,8 +32,8 @@ func (d *Damage) addObject(name string) {
 }
 
 // Check compares all objects but the packs with their names, and looks for every blob that a snapshot needs: in the
-// index, outside of the packs that Verify marked, and in a pack that exists. Missing packs get marks. Errors say nothing
-// about the repository.
+// index, outside of the packs that Verify marked, and in a pack that exists. Missing packs get marks. Errors say
+// nothing about the repository.
 func (r *Repository) Check(ctx context.Context, o WriterOptions) (damage Damage, err error) {
 	damage.Blobs = map[blob.ID]blob.Kind{}
 	err = r.withSession(ctx, func(lock *Lock) error {

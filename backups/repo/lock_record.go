@@ -106,13 +106,14 @@ func syncFolder(path string) error {
 
 // ReleaseLeftLocks deletes the locks that ended processes of this machine left, by their records, and returns how many
 // records it removed. The caller calls ReleaseLeftLocks before the first session, so that sweeps and restic need not
-// wait until the locks are stale. The locks of a restore stay until LockSnapshot locks the snapshot again, or until they
-// are stale: other owners keep the snapshot meanwhile.
+// wait until the locks are stale. The locks of a restore stay until LockSnapshot locks the snapshot again, or until
+// they are stale: other owners keep the snapshot meanwhile.
 func (r *Repository) ReleaseLeftLocks(ctx context.Context) (released int, err error) {
 	return r.releaseRecords(ctx, "")
 }
 
-// releaseRecords deletes the locks of ended sessions, of all that restored nothing or of those that restored a snapshot.
+// releaseRecords deletes the locks of ended sessions, of all that restored nothing or of those that restored a
+// snapshot.
 func (r *Repository) releaseRecords(ctx context.Context, restored string) (released int, err error) {
 	if r.options.Cache == "" {
 		return 0, nil

@@ -51,8 +51,8 @@ func (r *Repository) ListLocks(ctx context.Context, limit int) (locks []LockInfo
 	return locks, len(files), nil
 }
 
-// RestoredByOthers returns the snapshots that sessions of other owners restore, and names a holder of each. A restore of
-// Drover continues after a restart of its machine, so an owner keeps the snapshots that others restore.
+// RestoredByOthers returns the snapshots that sessions of other owners restore, and names a holder of each. A restore
+// of Drover continues after a restart of its machine, so an owner keeps the snapshots that others restore.
 func (r *Repository) RestoredByOthers(ctx context.Context) (holders map[blob.ID]string, err error) {
 	files, err := listFolder(ctx, r.store, locksFolder)
 	if err != nil || len(files) == 0 {

@@ -29,9 +29,9 @@ func packName(id blob.ID) string {
 	return dataFolder + name[:2] + "/" + name
 }
 
-// Read reads a blob with one request, or a tree from the cache, and compares the bytes with the id; if they are damaged,
-// Read tries the other packs that have the blob. The result may use the memory of into. A blob that the index does not
-// have is an error of kind NotFound, a blob that is damaged in every pack a *DamagedError.
+// Read reads a blob with one request, or a tree from the cache, and compares the bytes with the id; if they are
+// damaged, Read tries the other packs that have the blob. The result may use the memory of into. A blob that the index
+// does not have is an error of kind NotFound, a blob that is damaged in every pack a *DamagedError.
 func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byte) ([]byte, error) {
 	l, ok, err := b.Find(ctx, id, kind)
 	if err != nil {
@@ -122,8 +122,8 @@ func (b *Blobs) ReadTree(ctx context.Context, id blob.ID) ([]tree.Node, error) {
 	return nodes, nil
 }
 
-// openBlob decrypts, decompresses and compares with the id. The result is in the memory of into, if into has room, or in
-// that of sealed.
+// openBlob decrypts, decompresses and compares with the id. The result is in the memory of into, if into has room, or
+// in that of sealed.
 func (r *Repository) openBlob(l index.Location, sealed, into []byte) (plain []byte, err error) {
 	if n := l.PlainLength(); l.Plain == 0 && n > 0 && n <= cap(into) {
 		plain, err = r.key.OpenTo(into[:n], sealed)

@@ -214,7 +214,8 @@ func (r *Repository) verifyBlobs(p indexedPack, header []pack.Entry, get func(of
 	return nil
 }
 
-// retire marks damaged packs, and copies their blobs that can be read, or that the cache has, and that no other pack has.
+// retire marks damaged packs, and copies their blobs that can be read, or that the cache has, and that no other pack
+// has.
 func (r *Repository) retire(ctx context.Context, packs []DamagedPack, o WriterOptions) (copied int64, err error) {
 	if len(packs) == 0 {
 		return 0, nil

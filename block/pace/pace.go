@@ -3,8 +3,8 @@
 //
 // While work is in progress and guests do I/O, periods of work alternate with rests. A rest shows how fast the guests
 // are undisturbed; latencies and rates in both decide how long the next rests are, so that guests keep a part of their
-// speed on a slow disk, and work loses little time on a fast one. Without guest I/O the Pacer rests for a moment now and
-// then, and so finds guests that the work stops altogether.
+// speed on a slow disk, and work loses little time on a fast one. Without guest I/O the Pacer rests for a moment now
+// and then, and so finds guests that the work stops altogether.
 //
 // Work that uses a disk calls Enter for each step of some milliseconds. A rest begins when the steps in progress have
 // ended, or after a second. A step never waits for another step, which may wait for the end of a rest.

@@ -1,6 +1,6 @@
 // Package watched calls disks that may hang. A call without an answer in Limit is overdue: its caller has an error, and
-// the call runs on until the disk answers. Until then every further call of the disk fails at once. So a disk that hangs
-// costs its callers one wait, and the process a goroutine for each call in progress.
+// the call runs on until the disk answers. Until then every further call of the disk fails at once. So a disk that
+// hangs costs its callers one wait, and the process a goroutine for each call in progress.
 //
 // The calls of all users of a disk count together, by the disk's UID, because they hang together. Nobody waits for the
 // goroutine of an overdue call, which ends when the disk answers. The package's mutexes are leaves, except Source.mu,
@@ -54,8 +54,8 @@ func (d Disk) Failure() error {
 	return nil
 }
 
-// Call returns the result of do, which may run on after Call has returned, and then owns all that do uses. drop, if set,
-// gets the result of an overdue call that succeeded after all.
+// Call returns the result of do, which may run on after Call has returned, and then owns all that do uses. drop, if
+// set, gets the result of an overdue call that succeeded after all.
 func Call[T any](d Disk, do func() (T, error), drop func(T)) (result T, err error) {
 	if err := d.Failure(); err != nil {
 		return result, err
@@ -152,7 +152,8 @@ func (s *Source) Next(off int64) (block.Extent, error) {
 	return useSource(s, func() (block.Extent, error) { return s.inner.Next(off) })
 }
 
-// Digest implements block.DigestSource. The digests of a source without digests, or of a disk that hangs, are not known.
+// Digest implements block.DigestSource. The digests of a source without digests, or of a disk that hangs, are not
+// known.
 func (s *Source) Digest(chunk int64) (sum [32]byte, known bool) {
 	digests, is := s.inner.(block.DigestSource)
 	if !is {

@@ -343,7 +343,8 @@ func deleteBackup[T api.StoredBackup](ctx context.Context, c client.WithWatch, b
 	})
 }
 
-// refuseLonghorn refuses to delete a backup that would come back, because Drover deletes nothing in a store of Longhorn.
+// refuseLonghorn refuses to delete a backup that would come back, because Drover deletes nothing in a store of
+// Longhorn.
 func refuseLonghorn(ctx context.Context, c client.Client, b api.StoredBackup) error {
 	var t api.BackupTarget
 	if err := c.Get(ctx, client.ObjectKey{Name: b.Target()}, &t); err != nil {
@@ -353,5 +354,6 @@ func refuseLonghorn(ctx context.Context, c client.Client, b api.StoredBackup) er
 		return nil
 	}
 	return api.Errorf(api.InUse, "backup %q lies in a store of Longhorn, in which Drover deletes nothing: delete the "+
-		"backup with Longhorn, or forget all backups of the store with `drover target delete --force %s`", b.GetName(), t.Name)
+		"backup with Longhorn, or forget all backups of the store with `drover target delete --force %s`", b.GetName(),
+		t.Name)
 }

@@ -137,7 +137,8 @@ func imageBackupsOf(ctx context.Context, c client.Client, target string) (*api.B
 }
 
 // deleteImageBackup deletes an image's backup, unless a restore of a volume would miss it.
-func deleteImageBackup(ctx context.Context, c client.WithWatch, name string, force, wait bool, remarks io.Writer) error {
+func deleteImageBackup(ctx context.Context, c client.WithWatch, name string, force, wait bool,
+	remarks io.Writer) error {
 	b := &api.BackupBackingImage{}
 	if err := getObject(ctx, c, "backup", name, b); err != nil {
 		return err
@@ -160,8 +161,8 @@ func deleteImageBackup(ctx context.Context, c client.WithWatch, name string, for
 	return deleteBackup(ctx, c, b, name, wait, remarks)
 }
 
-// refuseNeeded refuses the deletion of the only backup of an image while backups of volumes with the image exist, or may
-// exist without an object.
+// refuseNeeded refuses the deletion of the only backup of an image while backups of volumes with the image exist, or
+// may exist without an object.
 func refuseNeeded(ctx context.Context, c client.Client, b *api.BackupBackingImage) error {
 	others, err := imageBackupsOf(ctx, c, b.Target())
 	if err != nil {

@@ -73,7 +73,8 @@ func (a *app) backupKeyExport() *cobra.Command {
 
 // exportKey asks the node of a target for the key file of the recovery password. The key file is in the status of the
 // target until exportKey returns.
-func exportKey(ctx context.Context, c client.WithWatch, name string, remarks io.Writer) (_ *recoverykey.Key, err error) {
+func exportKey(ctx context.Context, c client.WithWatch, name string, remarks io.Writer) (
+	_ *recoverykey.Key, err error) {
 	var t api.BackupTarget
 	if err := getTarget(ctx, c, name, &t); err != nil {
 		return nil, err

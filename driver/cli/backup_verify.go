@@ -73,8 +73,8 @@ func damageOf(t *api.BackupTarget) string {
 	if v.DamagedBlobs == 0 && len(v.ObjectNames) == 0 {
 		return ""
 	}
-	return fmt.Sprintf("target %q is damaged: %s of %s (%s) lost, and the objects %s; blobs: %s; make full backups of the "+
-		"volumes (--full) unless other nodes heal the target within minutes, or delete these backups", t.Name,
+	return fmt.Sprintf("target %q is damaged: %s of %s (%s) lost, and the objects %s; blobs: %s; make full backups of "+
+		"the volumes (--full) unless other nodes heal the target within minutes, or delete these backups", t.Name,
 		api.CountText(int(v.DamagedBlobs), "blob"), api.CountText(int(v.DamagedBackups), "backup"),
 		strings.Join(v.BackupNames, ", "), strings.Join(v.ObjectNames, ", "), strings.Join(v.BlobNames, ", "))
 }

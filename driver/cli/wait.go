@@ -91,7 +91,8 @@ func explain(ctx context.Context, err error) error {
 			}
 			err = u.Err
 		}
-		return api.Errorf(api.Unavailable, "%s does not answer: is `drover serve` running there? (%w)", where, restarts.NoAnswer{Cause: err})
+		return api.Errorf(api.Unavailable, "%s does not answer: is `drover serve` running there? (%w)", where,
+			restarts.NoAnswer{Cause: err})
 	}
 	switch {
 	case apierrors.IsUnauthorized(err), apierrors.IsForbidden(err):

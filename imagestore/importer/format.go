@@ -113,8 +113,8 @@ func (f format) openImage(r io.ReaderAt, size int64, stream bool) (block.Source,
 	}
 }
 
-// OpenDisk opens the disk inside a file, as the engine of Longhorn does: a file that does not begin as qcow2 is the disk
-// itself. The disk owns the file; after an error the caller does.
+// OpenDisk opens the disk inside a file, as the engine of Longhorn does: a file that does not begin as qcow2 is the
+// disk itself. The disk owns the file; after an error the caller does.
 func OpenDisk(file block.Source) (block.Source, error) {
 	head := make([]byte, min(headSize, file.Size()))
 	if _, err := io.ReadFull(io.NewSectionReader(file, 0, int64(len(head))), head); err != nil {

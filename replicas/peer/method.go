@@ -118,7 +118,8 @@ func decodeJSON[T any](b []byte) (T, error) {
 	return t, nil
 }
 
-// maxValues bounds the values in JSON with lists of objects: in memory, a list of empty objects has 100 times its bytes.
+// maxValues bounds the values in JSON with lists of objects: in memory, a list of empty objects has 100 times its
+// bytes.
 const maxValues = 256 << 10
 
 // decodeList is decodeJSON for lists of objects.

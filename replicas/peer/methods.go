@@ -71,7 +71,8 @@ var (
 			return runsOf(list, maxRuns), nil
 		},
 		encode: asJSON[changedArgs, []run], decode: decodeChanged}
-	snapDigestsCall = &method[snapArgs, []byte]{name: "snap-digests", repeat: true, atOnce: sessionCalls, scope: "snapshot",
+	snapDigestsCall = &method[snapArgs, []byte]{name: "snap-digests", repeat: true, atOnce: sessionCalls,
+		scope: "snapshot",
 		run: func(ctx context.Context, b *Backend, a snapArgs) ([]byte, error) {
 			return b.SnapDigests(ctx, a.UID, a.Off, a.N)
 		},

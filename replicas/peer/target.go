@@ -200,8 +200,8 @@ func (t *target) closeReplica() error {
 	return t.endReplica()
 }
 
-// endSessions ends all sessions, and waits for no disk. The caller then calls endReplica. False: the sessions have ended
-// already or, with idleAlone, the replica has sessions.
+// endSessions ends all sessions, and waits for no disk. The caller then calls endReplica. False: the sessions have
+// ended already or, with idleAlone, the replica has sessions.
 func (t *target) endSessions(idleAlone bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()

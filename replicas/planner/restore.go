@@ -126,8 +126,8 @@ func firstNode(ctx context.Context, p *volumeReconciler, v *api.Volume) (string,
 	return s.node, err
 }
 
-// newHiddenImage is an image that brings the content of a volume, with its first copy on the node: the backup at url, or
-// the volume's import.
+// newHiddenImage is an image that brings the content of a volume, with its first copy on the node: the backup at url,
+// or the volume's import.
 func newHiddenImage(v *api.Volume, name, url, node string) *api.BackingImage {
 	spec := api.BackingImageSpec{MinNumberOfCopies: 1, NodeSelector: v.Spec.NodeSelector,
 		DiskSelector: v.Spec.DiskSelector}

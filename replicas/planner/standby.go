@@ -151,7 +151,8 @@ func isAnswered(st *api.StandbyStatus, t *api.BackupTarget) bool {
 func (p *standbyPlanner) viewStandby(ctx context.Context, v *api.Volume, t *api.BackupTarget) (
 	view *standbyView, err error) {
 	st := v.Status.Standby
-	view = &standbyView{copies: max(v.Spec.NumberOfReplicas, 1), now: time.Now().Truncate(time.Second), answered: isAnswered(st, t)}
+	view = &standbyView{copies: max(v.Spec.NumberOfReplicas, 1), now: time.Now().Truncate(time.Second),
+		answered: isAnswered(st, t)}
 	view.late = st.ActivatingSince != nil && view.now.Sub(st.ActivatingSince.Time) >= activationPatience
 	switch {
 	case t == nil:

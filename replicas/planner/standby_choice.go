@@ -50,10 +50,10 @@ func (o obstacle) exists() bool { return o.reason != "" }
 // standbyEvent is a change for an event.
 type standbyEvent struct{ kind, reason, text string }
 
-// advanceStandby decides what the volume holds and fetches, and changes the status. The volume fetches the newest backup
-// that is newer than the held one, has room and did not fail. A failure counts until the volume holds another backup, or
-// the damage of the backup is healed: a restore may take longer than each fixed time, and must not begin again on a bad
-// backup before an older good one had its turn.
+// advanceStandby decides what the volume holds and fetches, and changes the status. The volume fetches the newest
+// backup that is newer than the held one, has room and did not fail. A failure counts until the volume holds another
+// backup, or the damage of the backup is healed: a restore may take longer than each fixed time, and must not begin
+// again on a bad backup before an older good one had its turn.
 func advanceStandby(v *api.Volume, view *standbyView) (told []standbyEvent) {
 	st := v.Status.Standby
 	if st.Held != nil && view.held == nil {
@@ -161,7 +161,8 @@ func (view *standbyView) judgeNext(v *api.Volume) {
 	case view.roomFor(v, next.Size) != nil:
 		view.fault = obstacle{api.ReasonNoRoom, view.roomFor(v, next.Size).Error()}
 	case damaged && !v.Spec.Standby && !v.Spec.AllowDamaged && img.Status.State != api.ImageReady:
-		view.fault = obstacle{api.ReasonRestoreFailed, "a verification found bytes of the backup lost or changed in the store"}
+		view.fault = obstacle{api.ReasonRestoreFailed,
+			"a verification found bytes of the backup lost or changed in the store"}
 	}
 	switch progress := max(img.Status.Progress, st.Progress); { // a failed image may have lost its progress
 	case view.fault.exists() && !view.away.exists() && st.FailingSince == nil:

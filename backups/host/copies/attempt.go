@@ -188,8 +188,8 @@ func (a *attempt) copyLonghorn(ctx context.Context, id blob.ID, to *repo.Reposit
 	result mover.Result, err error) {
 	origin, is := a.origin.(*api.Backup)
 	if !is {
-		return result, api.Errorf(api.Unsupported, "backup %s: is an image of Longhorn; restore the image, and back it up into "+
-			"the other target", a.origin.GetName())
+		return result, api.Errorf(api.Unsupported, "backup %s: is an image of Longhorn; restore the image, and back it up "+
+			"into the other target", a.origin.GetName())
 	}
 	from, err := a.repositories.OpenLonghorn(ctx, origin.Target(), origin.Spec.Volume, id)
 	if err != nil {

@@ -1,6 +1,6 @@
 // Package copies makes the Backups and BackupBackingImages with spec.copyOf: it copies backups from one target into
-// another, without reading a volume or an image. The owner of the copy's target (package targets) makes the copy, and is
-// the only writer of its status. With the copy of a volume's backup, the owner creates a copy of the backup of the
+// another, without reading a volume or an image. The owner of the copy's target (package targets) makes the copy, and
+// is the only writer of its status. With the copy of a volume's backup, the owner creates a copy of the backup of the
 // volume's image, unless the target has a backup of the image's content.
 //
 // Invariants:
@@ -13,9 +13,11 @@
 //   - The origin's repository is locked for the whole copy, so the origin may be deleted meanwhile.
 //   - A store of Longhorn is only read.
 //
-// Memory: a node makes one copy at a time, of whatever kind, and fills packs of a quarter of Options.Memory (64 MiB) for the copy.
+// Memory: a node makes one copy at a time, of whatever kind, and fills packs of a quarter of Options.Memory (64 MiB)
+// for the copy.
 //
-// Goroutines: the two reconcilers, one for each kind, are the manager's. Copies run in goroutines of targets.Jobs, a Runnable of the manager.
+// Goroutines: the two reconcilers, one for each kind, are the manager's. Copies run in goroutines of targets.Jobs, a
+// Runnable of the manager.
 //
 // Lock order: reconciler.mu guards the map of works and is a leaf.
 package copies
@@ -97,7 +99,8 @@ func (r *reconciler) setup(mgr ctrl.Manager) error {
 		return r.unfinished(ctx, "")
 	})
 	everyNode := false
-	return ctrl.NewControllerManagedBy(mgr).Named(r.kind.loopName()).For(r.kind.newObject(), builder.WithPredicates(isCopy)).
+	return ctrl.NewControllerManagedBy(mgr).Named(r.kind.loopName()).
+		For(r.kind.newObject(), builder.WithPredicates(isCopy)).
 		Watches(r.kind.newObject(), handler.EnqueueRequestsFromMapFunc(r.copiesOf), watch.Updates(ended)).
 		Watches(&api.BackupTarget{}, all, watch.Updates(becameAvailable)).
 		Watches(&api.Node{}, all, watch.Updates(returned)).

@@ -16,8 +16,8 @@ type kind interface {
 	newObject() api.StoredBackup
 	// listObjects lists the cached objects, which the caller does not change.
 	listObjects(ctx context.Context, c client.Client) ([]api.StoredBackup, error)
-	// setCompleted makes the status of a copy the one of a snapshot with the facts, in the repository at url. The URL of the
-	// copy has the object's name: the facts have the name of the origin.
+	// setCompleted makes the status of a copy the one of a snapshot with the facts, in the repository at url. The URL of
+	// the copy has the object's name: the facts have the name of the origin.
 	setCompleted(b api.StoredBackup, f tags.Facts, url, snapshot string, now time.Time)
 	// isOf reports whether facts of a store are those of the volume or image that a copy is of.
 	isOf(b api.StoredBackup, f *tags.Facts) bool

@@ -154,7 +154,8 @@ func (r *reconciler) followWork(ctx context.Context, b api.StoredBackup, w *work
 
 // putStatus writes a status if the status differs from old. Nil with ok false says that the copy changed meanwhile:
 // its event wakes the reconciler.
-func (r *reconciler) putStatus(ctx context.Context, b api.StoredBackup, old *api.CommonBackupStatus) (ok bool, err error) {
+func (r *reconciler) putStatus(ctx context.Context, b api.StoredBackup, old *api.CommonBackupStatus) (
+	ok bool, err error) {
 	if equality.Semantic.DeepEqual(old, b.Common()) {
 		return true, nil
 	}

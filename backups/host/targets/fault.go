@@ -33,8 +33,8 @@ func (f *fault) kind() api.Kind {
 	return api.Unavailable
 }
 
-// IsPermanent reports whether another attempt to make a backup fails, too. A store that denies the access does not count:
-// a person may be about to change the credentials, at the begin of a backup and in the middle alike.
+// IsPermanent reports whether another attempt to make a backup fails, too. A store that denies the access does not
+// count: a person may be about to change the credentials, at the begin of a backup and in the middle alike.
 func IsPermanent(err error) bool {
 	switch api.KindOf(err) {
 	case api.Invalid, api.Unsupported, api.NotFound:

@@ -15,10 +15,10 @@ import (
 )
 
 // Everybody with the password can write snapshots, and objects fill the API server: the objects of found backups are
-// bounded. A flood of backups of one volume must not hide those of others, and old backups must not hide new ones, which
-// a standby volume waits for: the newest backup of each volume and image has an object first. Nor must a flood of volumes
-// hide those with an object: the newest object of a volume stays until a newer backup of the volume has an object, for
-// which the bound may be exceeded until the next visit.
+// bounded. A flood of backups of one volume must not hide those of others, and old backups must not hide new ones,
+// which a standby volume waits for: the newest backup of each volume and image has an object first. Nor must a flood of
+// volumes hide those with an object: the newest object of a volume stays until a newer backup of the volume has an
+// object, for which the bound may be exceeded until the next visit.
 
 // listing is a backup of the store in the choice of those with an object.
 type listing struct {
@@ -85,8 +85,8 @@ func (v *visit) boundListed(ctx context.Context, r snapshotLister, unknown []rep
 	return create, nil
 }
 
-// chooseListed returns the backups that have an object, or are to get one: all that stay, of each subject with an object
-// the newest backup and the newest that has an object, and others up to most in all.
+// chooseListed returns the backups that have an object, or are to get one: all that stay, of each subject with an
+// object the newest backup and the newest that has an object, and others up to most in all.
 func chooseListed(all []listing, most int) []listing {
 	newest, newestListed := map[string]listing{}, map[string]listing{} // by subject
 	note := func(newest map[string]listing, l listing) {

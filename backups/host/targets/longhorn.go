@@ -223,8 +223,8 @@ func (b *LonghornBackup) Close() error {
 }
 
 // OpenLonghorn opens the backup with an ID in a store of Longhorn. The context ends the use of the backup, too. Errors
-// have the kinds of Open, and those of package longhorn; NotFound: the store has no such backup, or the backing image of
-// the volume is missing.
+// have the kinds of Open, and those of package longhorn; NotFound: the store has no such backup, or the backing image
+// of the volume is missing.
 func (r *Repositories) OpenLonghorn(ctx context.Context, name, volume string, id blob.ID) (
 	o *LonghornBackup, err error) {
 	release, err := r.withLonghorn(ctx, name, func(store *longhorn.Store) (err error) {

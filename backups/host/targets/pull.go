@@ -161,8 +161,8 @@ func (v *visit) loadFacts(ctx context.Context, r snapshotLister, files []repo.Sn
 	return found, nil
 }
 
-// pullBackup creates the object of a snapshot, and describes it. While an object of the name has not ended, the snapshot
-// may be its: a later visit decides.
+// pullBackup creates the object of a snapshot, and describes it. While an object of the name has not ended, the
+// snapshot may be its: a later visit decides.
 func (v *visit) pullBackup(ctx context.Context, f foundBackup) (created bool, err error) {
 	id := f.snapshot.ID
 	for _, name := range pulledNames(f.facts.Backup, id) {

@@ -18,8 +18,8 @@ func OwnerOf(target types.UID, nodes []api.Node, now time.Time) (owner string, n
 	return ownerOf(target, nodes, now), nextSilence(nodes, now)
 }
 
-// Jobs owns the goroutines of other work with stores, as a Runnable of the manager: at most one for each key. The end of
-// a job wakes the reconciler of its object.
+// Jobs owns the goroutines of other work with stores, as a Runnable of the manager: at most one for each key. The end
+// of a job wakes the reconciler of its object.
 type Jobs = jobSet
 
 // NewJobs returns Jobs, which the caller adds to the manager.
@@ -60,8 +60,8 @@ func RequestSweep(ctx context.Context, c client.Client, target *api.BackupTarget
 	return client.IgnoreNotFound(err)
 }
 
-// AddHealed adds blobs that this node wrote again to the status of a BackupTarget. The owner then looks whether damage is
-// left.
+// AddHealed adds blobs that this node wrote again to the status of a BackupTarget. The owner then looks whether damage
+// is left.
 func AddHealed(ctx context.Context, c client.Client, target *api.BackupTarget, blobs int64) error {
 	_, err := await.EditStatus(ctx, c, target.Name, func(t *api.BackupTarget) (bool, error) {
 		v := t.Status.Verification

@@ -117,8 +117,8 @@ func (v *visit) visitStore(ctx context.Context, result *visitResult) (err error)
 const usageInterval = time.Hour
 
 // measure measures the use of the store, if the last look was long ago; not at the first visit of the process, and not
-// while a user waits for the visit: the index of a large repository takes long to read. A failure concerns nothing else:
-// the next session that loads the index reports a damaged one.
+// while a user waits for the visit: the index of a large repository takes long to read. A failure concerns nothing
+// else: the next session that loads the index reports a damaged one.
 func (v *visit) measure(ctx context.Context, r *repo.Repository, result *visitResult) {
 	now, at := v.opts.Now(), v.memory.usageAt
 	if at.IsZero() {
@@ -276,9 +276,9 @@ func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]api.StoredBa
 	return nil
 }
 
-// deleteObject deletes a Backup, and nothing in the store, after the finalizer: the deletion of a Backup with a finalizer
-// deletes the snapshot in the store, too, and the lists may be wrong. If another program changes the Backup meanwhile,
-// the Backup stays, and the next visit finds the Backup again.
+// deleteObject deletes a Backup, and nothing in the store, after the finalizer: the deletion of a Backup with a
+// finalizer deletes the snapshot in the store, too, and the lists may be wrong. If another program changes the Backup
+// meanwhile, the Backup stays, and the next visit finds the Backup again.
 func (v *visit) deleteObject(ctx context.Context, cached api.StoredBackup, why string) error {
 	b := copyOf(cached)
 	controllerutil.RemoveFinalizer(b, api.Finalizer)

@@ -19,9 +19,9 @@ import (
 
 // A table is a file of pages. Page 0 has the counts; then follow the sections: entries in the order of their ids, packs
 // with the number of the index file that names the pack, names of the index files that the table covers, damaged packs
-// with the number of the index file that marks the pack, and the first eight bytes of each page of entries. A page has a
-// header (CRC32C of the rest of the page, bytes of the items, number of the page, tag of the table) and items of equal
-// size. The tag is random: a page that another table left is damage.
+// with the number of the index file that marks the pack, and the first eight bytes of each page of entries. A page has
+// a header (CRC32C of the rest of the page, bytes of the items, number of the page, tag of the table) and items of
+// equal size. The tag is random: a page that another table left is damage.
 const (
 	pageSize   = 4096
 	headerSize = 16
@@ -66,8 +66,8 @@ func (r *record) number() uint32  { return r.pack &^ (treeBit | hiddenBit | dama
 func (r *record) hidden() bool    { return r.pack&hiddenBit != 0 }
 func (r *record) damaged() bool   { return r.pack&damagedBit != 0 }
 
-// order compares ids, then kinds; among the entries of a blob, those of hidden packs come after the others, and those of
-// damaged packs last.
+// order compares ids, then kinds; among the entries of a blob, those of hidden packs come after the others, and those
+// of damaged packs last.
 func (r *record) order(o *record) int {
 	return cmp.Or(bytes.Compare(r.id[:], o.id[:]), int(r.kind())-int(o.kind()),
 		int(r.pack&damagedBit)-int(o.pack&damagedBit), int(r.pack&hiddenBit)-int(o.pack&hiddenBit))
@@ -229,8 +229,8 @@ type Row struct {
 	Damaged bool
 }
 
-// Each calls row with all entries, in the order of the ids. A blob that several packs have has as many entries, those of
-// hidden packs behind the others, those of damaged packs last. Errors are those of Has and row.
+// Each calls row with all entries, in the order of the ids. A blob that several packs have has as many entries, those
+// of hidden packs behind the others, those of damaged packs last. Errors are those of Has and row.
 func (t *Table) Each(row func(Row) error) error {
 	next := t.stream()
 	for number := int64(0); ; number++ {

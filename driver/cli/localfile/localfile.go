@@ -154,8 +154,8 @@ func ReadValues(credentials, password string) (map[string][]byte, error) {
 		return nil, api.Errorf(api.Invalid, "--password-file %s: the file has several lines: a password is one line",
 			password)
 	case string(line) == api.PublishedPassword:
-		return nil, api.Errorf(api.Invalid, "--password-file %s: this password is published and keeps nothing secret: choose "+
-			"another, or leave --password-file out", password)
+		return nil, api.Errorf(api.Invalid, "--password-file %s: this password is published and keeps nothing secret: "+
+			"choose another, or leave --password-file out", password)
 	}
 	values[api.SecretBackupPassword] = line
 	return values, nil

@@ -164,8 +164,9 @@ func (f *Fill) judge(damaged []int64) error {
 		return nil
 	}
 	f.l.renewLater()
-	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; heal the backup, or restore the backup "+
-		"again with --allow-damaged, which restores zeros there", api.CountText(len(f.Damaged), "chunk"), f.DamagedText())
+	return api.Errorf(api.Corrupt, "the store damaged or lost %s of the backup: %s; heal the backup, or restore the "+
+		"backup again with --allow-damaged, which restores zeros there", api.CountText(len(f.Damaged), "chunk"),
+		f.DamagedText())
 }
 
 func (l *Layer) isFilled(chunk int64) bool {

@@ -128,8 +128,8 @@ func mayPass(err error) bool {
 	return !errors.Is(err, errEnded)
 }
 
-// use returns the open backup, which the caller gives back by release. A backup with damage is opened again now and then:
-// a caller that wants the renewed one waits for it, and others use the former one meanwhile.
+// use returns the open backup, which the caller gives back by release. A backup with damage is opened again now and
+// then: a caller that wants the renewed one waits for it, and others use the former one meanwhile.
 func (l *Layer) use(ctx context.Context, renewed bool) (*openBackup, error) {
 	for {
 		l.mu.Lock()

@@ -150,8 +150,8 @@ func (s *Server) isNamed(ctx context.Context, r client.Reader, name, uid, node s
 }
 
 // hasEnded reports whether the API is known to have ended the engine that a replica's record names: in the record's
-// epoch or in a later one, the volume has no engine or another node's. A detach clears the engine's node, and each claim
-// begins a new epoch. A status of an older epoch proves nothing: the cache may be behind the claim.
+// epoch or in a later one, the volume has no engine or another node's. A detach clears the engine's node, and each
+// claim begins a new epoch. A status of an older epoch proves nothing: the cache may be behind the claim.
 func (s *Server) hasEnded(ctx context.Context, m stack.Meta) bool {
 	var v api.Volume
 	if !s.o.Host.APIReached() || s.client.Get(ctx, client.ObjectKey{Name: m.Volume}, &v) != nil ||

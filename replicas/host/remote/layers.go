@@ -90,8 +90,8 @@ func (l *Layers) Fetch(ctx context.Context, on *stack.Disk, layer stack.RemoteLa
 	return l.sources.Fetch(ctx, append(list, l.Nodes(ctx, layer.UID)...), layer.UID, off, buf, check)
 }
 
-// Nodes are the disks of other nodes that have an image with a layer, and the disks of all nodes, also of this node, for
-// which a node reads the layer in a backup. Before the API answers, Nodes has the disks of the places file.
+// Nodes are the disks of other nodes that have an image with a layer, and the disks of all nodes, also of this node,
+// for which a node reads the layer in a backup. Before the API answers, Nodes has the disks of the places file.
 func (l *Layers) Nodes(ctx context.Context, uid string) []sources.Source {
 	if l.identity == nil {
 		return nil

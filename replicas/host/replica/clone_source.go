@@ -13,7 +13,8 @@ import (
 
 // A clone's replica begins with a snapshot of a source replica. On the source's disk the two share layers. On another
 // disk the new replica reads the source's layers, and a job copies the layers meanwhile; a full copy is complete before
-// the replica can be used. A pin keeps the source's layers until then: snapshot and source volume can be deleted at once.
+// the replica can be used. A pin keeps the source's layers until then: snapshot and source volume can be deleted at
+// once.
 
 // createFromSource creates a replica with the layers of its source.
 func (rs *Replicas) createFromSource(ctx context.Context, r *api.Replica, disk *stack.Disk, s stack.Spec) error {
@@ -51,7 +52,8 @@ func errCopying(c *api.CopyStatus) error {
 	return api.Errorf(api.Unavailable, "the replica is being copied: %d %% of %s", c.Progress, api.SizeText(c.Total))
 }
 
-// createCopied creates a replica with one layer of its own, copied from the source. Unavailable: the copy is in progress.
+// createCopied creates a replica with one layer of its own, copied from the source. Unavailable: the copy is in
+// progress.
 func (rs *Replicas) createCopied(ctx context.Context, r *api.Replica, disk *stack.Disk, s stack.Spec) error {
 	from := r.Spec.From
 	src, pin, err := rs.pinSource(ctx, r)

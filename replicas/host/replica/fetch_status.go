@@ -11,8 +11,8 @@ import (
 	"drover.io/drover/replicas/stack"
 )
 
-// reportFetch reports which layers the disk of a replica lacks. The share is in steps, so that the copy of an image does
-// not change the status of each volume all the time.
+// reportFetch reports which layers the disk of a replica lacks. The share is in steps, so that the copy of an image
+// does not change the status of each volume all the time.
 func (rs *Replicas) reportFetch(ctx context.Context, r *api.Replica, disk *stack.Disk) error {
 	lacks, err := disk.Lacking(string(r.Spec.UID))
 	if err != nil {

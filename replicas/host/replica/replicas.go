@@ -30,8 +30,8 @@ type Attachments interface {
 	Resuming(volume string) bool
 	// Rebuilding reports whether an offline engine of this node rebuilds a volume.
 	Rebuilding(volume string) bool
-	// Opened is a replica that an engine of this node has open, or had; nil: no engine of this node had. While recording, a
-	// call of the replica would wait for the disk.
+	// Opened is a replica that an engine of this node has open, or had; nil: no engine of this node had. While recording,
+	// a call of the replica would wait for the disk.
 	Opened(volume string, replica api.UID) (r *stack.Replica, recording bool)
 	// Uses reports whether an engine of this node has a replica for a member, or is about to.
 	Uses(ctx context.Context, volume string, replica api.UID) (bool, error)

@@ -72,8 +72,8 @@ func (a *archive) add(name string, mode uint32, content io.Reader, size int64) e
 	a.entries++
 	name = strings.TrimPrefix(name, "/")
 	const head = 110
-	_, err := fmt.Fprintf(a.w, "070701%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%s%s", a.entries, mode, 0, 0, 1, 0,
-		size, 0, 0, 0, 0, len(name)+1, 0, name, strings.Repeat("\x00", 1+padding(head+int64(len(name))+1)))
+	_, err := fmt.Fprintf(a.w, "070701%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%08x%s%s", a.entries, mode, 0, 0, 1,
+		0, size, 0, 0, 0, 0, len(name)+1, 0, name, strings.Repeat("\x00", 1+padding(head+int64(len(name))+1)))
 	if err != nil || content == nil {
 		return err
 	}

@@ -1,6 +1,6 @@
-// Package guest runs a test in a virtual machine with Debian's cloud kernel, because the kernel of this machine may lack
-// clients of file servers. QEMU needs no KVM. The test binary is the init of the guest, so both sides of a test are one
-// program. Only tests import the package.
+// Package guest runs a test in a virtual machine with Debian's cloud kernel, because the kernel of this machine may
+// lack clients of file servers. QEMU needs no KVM. The test binary is the init of the guest, so both sides of a test
+// are one program. Only tests import the package.
 //
 // The guest has the programs and modules of Options, a file system in memory, and 127.0.0.1 of this machine as
 // HostAddress. Run owns QEMU and waits for the end of QEMU.
