@@ -47,7 +47,7 @@ type StandbyBackup struct {
 }
 
 // CutAt is the instant of the content; zero: not known.
-func (b *StandbyBackup) CutAt() time.Time { return borneOut(b.SnapshotCreatedAt, b.StoredAt) }
+func (b *StandbyBackup) CutAt() time.Time { return boundInstant(b.SnapshotCreatedAt, b.StoredAt) }
 
 // FailedBackup is a backup that a standby volume could not take.
 type FailedBackup struct {
@@ -143,16 +143,16 @@ func VolumeOfURL(text string) string {
 // The time of the object in the store takes the place of an instant that was in the future when the target was listed,
 // so a source whose clock is ahead does not hide later backups.
 func (b *Backup) CutAt() time.Time {
-	return borneOut(cmp.Or(b.Status.SnapshotCreatedAt, b.Status.BackupCreatedAt), b.Status.StoredAt)
+	return boundInstant(cmp.Or(b.Status.SnapshotCreatedAt, b.Status.BackupCreatedAt), b.Status.StoredAt)
 }
 
 // CutAt implements StoredBackup.
 func (b *BackupBackingImage) CutAt() time.Time {
-	return borneOut(b.Status.BackupCreatedAt, b.Status.StoredAt)
+	return boundInstant(b.Status.BackupCreatedAt, b.Status.StoredAt)
 }
 
-// borneOut is the instant that the source names, or that of the store if this is earlier.
-func borneOut(named, stored string) time.Time {
+// boundInstant returns the instant that the source names, or the instant of the store if the store's is earlier.
+func boundInstant(named, stored string) time.Time {
 	at, limit := parseInstant(named), parseInstant(stored)
 	if !limit.IsZero() && limit.Before(at) {
 		return limit

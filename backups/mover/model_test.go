@@ -222,8 +222,9 @@ func (m *model) backup(random *rand.Rand, n *node) error {
 	return err
 }
 
-// TestNoBackupIsLost: three nodes back up, delete backups and sweep at once, are killed at random places, and have a
-// store that falters; restic prunes beside them, and forgets and prunes in between. After each round restic finds no error, and all backups of the model are restored.
+// TestNoBackupIsLost: in each round three nodes make and delete backups and sweep at the same time, while restic may
+// prune. The test kills nodes at random places, and makes their stores fail. Between rounds restic may forget a backup
+// and prune. After each round `restic check` finds no error, and the test restores all backups of the model.
 func TestNoBackupIsLost(t *testing.T) {
 	suite.System(t)
 	rounds := suite.Count(t, "DROVER_ROUNDS", 12, 1000)

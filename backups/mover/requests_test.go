@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// TestIncrementalBackupTakesFewRequests: the first backup of another process, with an empty cache, of a volume of 4 GiB
-// that changed at six places, takes 30 requests beside those of its packs at most.
+// TestIncrementalBackupTakesFewRequests: a process with an empty cache backs up a volume of 4 GiB that changed at six
+// places. The backup sends at most 30 requests to the store, besides the requests that store its packs.
 func TestIncrementalBackupTakesFewRequests(t *testing.T) {
 	w := newWorld(t)
 	v := newDisk(2000 * chunkSize)

@@ -60,13 +60,13 @@ type Options struct {
 const (
 	workPeriod  = 200 * time.Millisecond
 	shortest    = 20 * time.Millisecond  // of a rest
-	firstRest   = 200 * time.Millisecond // beside guest I/O: long enough to know its speed
+	firstRest   = 200 * time.Millisecond // the least first rest with guest I/O, to measure the guests' speed
 	longest     = 2 * time.Second
 	leastShare  = 0.05 // of the rests in the time
 	mostShare   = 0.9
 	lookEvery   = 8   // periods of work without guest I/O between two looks
-	fewRequests = 50  // in a second, or fewer, that are quick, are no guest I/O
-	quickPart   = 0.1 // of the time in which a quick request is in progress, or less
+	fewRequests = 50  // per second: quick requests do not count as guest I/O up to this rate
+	quickPart   = 0.1 // of a period: requests are quick if the sum of their latencies is at most this part
 	memory      = 0.7 // of the counts of earlier periods, in each period
 )
 
@@ -179,8 +179,8 @@ func (p *Pacer) count(ctx context.Context) *GuestIO {
 	return &io
 }
 
-// isQuiet tells whether there was no guest I/O to speak of. Few requests that take long are those of a guest that waits
-// for its disk: large ones, or small ones of a slow disk.
+// isQuiet reports whether guests did no I/O, or only a few quick requests. A few slow requests count as guest I/O: the
+// guest waits for large requests, or for a slow disk.
 func isQuiet(now, before *GuestIO, took time.Duration) bool {
 	if now == nil || before == nil || now.Requests < before.Requests || now.Latency < before.Latency {
 		return true

@@ -13,7 +13,7 @@ import (
 // guests do requests one at a time. Beside a step of work, a request takes longer.
 type guests struct {
 	alone, beside time.Duration // latencies; 0: no requests
-	hidden        bool          // the guest, not the volume, waits beside work
+	ownDelay      bool          // work delays the guest itself, so the latencies of the volume do not grow
 	working       atomic.Int64  // steps in progress
 	requests      atomic.Uint64
 	latency       atomic.Int64
@@ -36,7 +36,7 @@ func (g *guests) run(ctx context.Context) {
 		done += float64(tick) / float64(latency)
 		if done >= 0.999 {
 			g.requests.Add(1)
-			if g.hidden {
+			if g.ownDelay {
 				took = g.alone
 			}
 			g.latency.Add(int64(took))
@@ -99,7 +99,7 @@ func TestGuestsKeepTheirSpeed(t *testing.T) {
 	for _, g := range []*guests{
 		{alone: 100 * time.Microsecond, beside: time.Millisecond},
 		{alone: 100 * time.Microsecond, beside: 200 * time.Microsecond},
-		{alone: 100 * time.Microsecond, beside: 200 * time.Microsecond, hidden: true},
+		{alone: 100 * time.Microsecond, beside: 200 * time.Microsecond, ownDelay: true},
 		{alone: 25 * time.Millisecond, beside: 75 * time.Millisecond}, // few large requests
 	} {
 		guest, work := paced(t, g, Options{Keep: keep(0.85)})

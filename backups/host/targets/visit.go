@@ -38,7 +38,7 @@ type visitMemory struct {
 	missing  map[blob.ID]time.Time // snapshots of Backups that the last list lacks: end of the first such list
 	keys     blob.ID               // passwords and key files that agree
 	count    int                   // of key files then
-	usageAt  time.Time             // when the use of the store was measured last; zero: never
+	usageAt  time.Time             // the last measurement of the store's use, or the first visit; zero: no visit yet
 }
 
 func newVisitMemory() *visitMemory {
@@ -112,8 +112,8 @@ func (v *visit) visitStore(ctx context.Context, result *visitResult) (err error)
 	return nil
 }
 
-// usageInterval is the interval between two looks of visits at the use of the store: each reads the index that the node
-// lacks.
+// usageInterval is the time between two measurements of the store's use. Each measurement loads the index files that
+// the node lacks.
 const usageInterval = time.Hour
 
 // measure measures the use of the store, if the last look was long ago; not at the first visit of the process, and not
