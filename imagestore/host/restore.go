@@ -172,12 +172,20 @@ func (n *copyReconciler) askHealed(_ context.Context, e event.UpdateEvent,
 	}
 }
 
-// isHealed reports whether blobs of a repository were stored again, or are not damaged any more.
+// isHealed reports whether nodes stored blobs of a repository again, or blobs are not damaged any more. HealedBlobs
+// counts from 0 in each verification: when one begins or ends, all of its heals may be new.
 func isHealed(was, is *api.VerificationFact) bool {
+	if is == nil {
+		return false
+	}
 	if was == nil {
 		was = &api.VerificationFact{}
 	}
-	return is != nil && (is.HealedBlobs > was.HealedBlobs || is.DamagedBlobs < was.DamagedBlobs)
+	seen := was.HealedBlobs
+	if !was.StartedAt.Equal(is.StartedAt) || !was.EndedAt.Equal(is.EndedAt) {
+		seen = 0
+	}
+	return is.HealedBlobs > seen || is.DamagedBlobs < was.DamagedBlobs
 }
 
 // localDisks lists the open disks of the node.
