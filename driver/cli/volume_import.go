@@ -28,7 +28,7 @@ func (a *app) volumeImport() *cobra.Command {
 		Short: "Make a volume with the content of a disk: of a file, an http(s) URL, or a containerDisk in a registry",
 		Long: "Makes a volume with the content of a file or URL, in any format of `drover image import`, and waits until\n" +
 			"the volume can be used. No image is left. The volume is as large as the disk inside the file, or larger with\n" +
-			"--size. The volume of an interrupted or failed import is deleted.",
+			"--size. The volume of an interrupted or failed import is deleted, unless it is attached.",
 		Example: "  drover volume import ./db.raw --name db\n" +
 			"  drover volume import https://example.org/debian-12.qcow2 --name vm-1 --size 40Gi --replicas 2",
 		Args: checkArgs(cobra.ExactArgs(1)),
