@@ -90,8 +90,7 @@ func TestBackupIsCopiedToAnotherTarget(t *testing.T) {
 	w.AwaitDeleted(second, &api.BackupList{})
 	offsite.check(1)
 	offsite.compare(early, v, 1)
-	open, err := w.open(t.Context(), s.URL)
-	must(t, err)
+	open := w.openBackup(s.URL)
 	sink := &memorySink{got: make([]byte, v.size)}
 	must(t, open.Restore(t.Context(), sink))
 	must(t, open.Close())
@@ -292,8 +291,7 @@ func TestLonghornBackupsAreRestoredAndCopied(t *testing.T) {
 	w.awaitAvailable("old")
 	found := &api.Backup{ObjectMeta: apitest.Named("backup-1")}
 	w.awaitState(found, api.BackupCompleted)
-	open, err := w.open(t.Context(), found.Status.URL)
-	must(t, err)
+	open := w.openBackup(found.Status.URL)
 	sink := &memorySink{got: make([]byte, v.size)}
 	must(t, open.Restore(t.Context(), sink))
 	must(t, open.Close())

@@ -48,8 +48,7 @@ func (w *world) verify() *api.VerificationFact {
 // compareRestored demands that a restore of the backup has the content of the snapshot.
 func (w *world) compareRestored(b *api.Backup, v *volume, snapshot int) {
 	w.T.Helper()
-	open, err := w.open(w.Ctx, b.Status.URL)
-	must(w.T, err)
+	open := w.openBackup(b.Status.URL)
 	sink := &memorySink{got: make([]byte, v.size)}
 	must(w.T, open.Restore(w.Ctx, sink))
 	if !bytes.Equal(sink.got, v.contents[snapshot]) {
@@ -153,8 +152,7 @@ func TestStoreThatIsGoneIsNoDamage(t *testing.T) {
 	w.start(nil)
 	b := w.newBackup("b1", v, 0)
 	w.awaitState(b, api.BackupCompleted)
-	open, err := w.open(t.Context(), b.Status.URL)
-	must(t, err)
+	open := w.openBackup(b.Status.URL)
 	must(t, os.Rename(w.folder, w.folder+"-gone"))
 	must(t, os.Mkdir(w.folder, 0o700))
 	restore := func() ([]int64, error) {

@@ -48,8 +48,7 @@ func imageFile(t *testing.T, content []byte) []byte {
 // restored is the content of the backup with a URL.
 func (w *world) restored(url string) []byte {
 	w.T.Helper()
-	open, err := w.open(w.Ctx, url)
-	must(w.T, err)
+	open := w.openBackup(url)
 	defer open.Close()
 	sink := &memorySink{got: make([]byte, open.Size())}
 	must(w.T, open.Restore(w.Ctx, sink))
@@ -78,7 +77,7 @@ func TestLonghornBackupsAboveImages(t *testing.T) {
 			w.awaitAvailable("old")
 			found := &api.Backup{ObjectMeta: apitest.Named("backup-1")}
 			w.awaitState(found, api.BackupCompleted)
-			if _, err := w.open(t.Context(), found.Status.URL); !api.Is(err, api.NotFound) ||
+			if _, err := w.openListed(found.Status.URL); !api.Is(err, api.NotFound) ||
 				!strings.Contains(err.Error(), `"golden"`) {
 				t.Errorf("the open of a backup without its image: %v", err)
 			}

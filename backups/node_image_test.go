@@ -127,8 +127,7 @@ func TestImageIsBackedUp(t *testing.T) {
 	}
 	w.awaitReleased()
 
-	open, err := w.open(t.Context(), b.Status.URL)
-	must(t, err)
+	open := w.openBackup(b.Status.URL)
 	sink := &memorySink{got: make([]byte, size)}
 	must(t, open.Restore(t.Context(), sink))
 	if !bytes.Equal(sink.got, first.content) || open.Size() != size || open.Checksum() != b.Status.Checksum {
@@ -226,8 +225,7 @@ func TestImageBackupsTravel(t *testing.T) {
 		return b.Status.State == api.BackupDeleting &&
 			strings.Contains(b.Status.Message, "1 backup of volumes with image golden exist")
 	})
-	open, err := w.open(t.Context(), found.Status.URL) // a restore that begins again
-	must(t, err)
+	open := w.openBackup(found.Status.URL) // a restore that begins again
 	must(t, open.Close())
 	w.check(2)
 	apitest.Edit(w.Server, found, func(b *api.BackupBackingImage) {

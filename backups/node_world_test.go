@@ -443,3 +443,31 @@ func (w *world) compare(b *api.Backup, v *volume, snapshot int) {
 		w.T.Errorf("backup %s: restic reads %d bytes that differ from snapshot %d", b.Name, len(got), snapshot)
 	}
 }
+
+// openBackup opens the completed backup with a URL.
+func (w *world) openBackup(url string) block.Backup {
+	w.T.Helper()
+	open, err := w.openListed(url)
+	must(w.T, err)
+	return open
+}
+
+// openListed opens the backup with a URL, once the cache of the process has the completed Backup; it waits for a minute
+// at most.
+func (w *world) openListed(url string) (open block.Backup, err error) {
+	ctx, cancel := context.WithTimeout(w.Ctx, time.Minute)
+	defer cancel()
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		open, err = w.open(w.Ctx, url)
+		if !api.Is(err, api.NotFound) || !strings.Contains(err.Error(), "no completed backup has the URL") {
+			return open, err
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return nil, err
+		}
+	}
+}

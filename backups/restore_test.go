@@ -12,7 +12,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -55,12 +54,7 @@ func TestBackupIsRestoredByItsURL(t *testing.T) {
 	if _, err := w.open(t.Context(), b.Status.URL+"x"); !api.Is(err, api.NotFound) {
 		t.Errorf("an unknown URL: %v", err)
 	}
-	var open block.Backup
-	err := api.Errorf(api.NotFound, "not opened yet")
-	for tick := time.Tick(10 * time.Millisecond); api.Is(err, api.NotFound) && t.Context().Err() == nil; <-tick {
-		open, err = w.open(t.Context(), b.Status.URL) // the cache may be late
-	}
-	must(t, err)
+	open := w.openBackup(b.Status.URL)
 	if open.Size() != v.size {
 		t.Errorf("the backup has %d bytes, want %d", open.Size(), v.size)
 	}
@@ -98,14 +92,13 @@ func TestRestoreEnds(t *testing.T) {
 	w.awaitState(b, api.BackupCompleted)
 	must(t, w.Client.Get(t.Context(), client.ObjectKeyFromObject(b), b))
 
-	open, err := w.open(t.Context(), b.Status.URL)
-	must(t, err)
+	open := w.openBackup(b.Status.URL)
 	full := errors.New("the disk is full")
 	if err := open.Restore(t.Context(), &memorySink{gate: func() error { return full }}); !errors.Is(err, full) {
 		t.Errorf("a sink without room: %v", err)
 	}
 	must(t, open.Close())
-	err = open.Restore(t.Context(), &memorySink{got: make([]byte, v.size)})
+	err := open.Restore(t.Context(), &memorySink{got: make([]byte, v.size)})
 	if err == nil || errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "session was closed") {
 		t.Errorf("a restore without the lock: %v", err)
 	}
@@ -124,8 +117,7 @@ func TestBackupIsReadChunkByChunk(t *testing.T) {
 	}
 	b := &api.Backup{}
 	must(t, w.Client.Get(t.Context(), client.ObjectKey{Name: v.snapshot(1)}, b))
-	opened, err := w.open(t.Context(), b.Status.URL)
-	must(t, err)
+	opened := w.openBackup(b.Status.URL)
 	defer func() { must(t, opened.Close()) }()
 	open, ok := opened.(block.ChunkedBackup)
 	if !ok {
@@ -209,8 +201,7 @@ func TestDeletionWaitsForRestore(t *testing.T) {
 	w.await(b, "a deletion that waits", func(b *api.Backup) bool {
 		return b.Status.State == api.BackupDeleting && strings.Contains(b.Status.Message, "backing image golden")
 	})
-	open, err := w.open(t.Context(), url)
-	must(t, err)
+	open := w.openBackup(url)
 	sink := &memorySink{got: make([]byte, v.size)}
 	must(t, open.Restore(t.Context(), sink))
 	if !bytes.Equal(sink.got, v.contents[0]) {
