@@ -122,6 +122,9 @@ func (r *imageReconciler) imageOfReplica(ctx context.Context, o client.Object) [
 		return nil
 	}
 	if name := rep.Labels[api.LabelImage]; name != "" {
+		if img, err := watch.FindImage(ctx, r.Client, name); err == nil && img != nil {
+			name = img.Name
+		}
 		return imageRequests(name)
 	}
 	var vol api.Volume

@@ -3,15 +3,14 @@ package planner
 import (
 	"context"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
 	"drover.io/drover/api/watch"
 )
 
-// viewCluster collects the cluster view for a replica of v above a base image; empty: no image. Errors of later reads
-// through the view end up in failed.
+// viewCluster collects the cluster view for a replica of v above a base image, by name or value of LabelImage; empty:
+// no image. Errors of later reads through the view end up in failed.
 func (p *volumeReconciler) viewCluster(ctx context.Context, v *api.Volume, image string, mine []api.Replica) (
 	_ clusterView, failed *error, _ error) {
 	t := clusterView{mine: mine, copies: map[api.UID]api.ImageState{}, silent: p.isSilent}
@@ -35,10 +34,8 @@ func (p *volumeReconciler) viewCluster(ctx context.Context, v *api.Volume, image
 		return sum
 	}
 	if image != "" {
-		var img api.BackingImage
-		if err := p.client.Get(ctx, client.ObjectKey{Name: image}, &img); err == nil {
-			t.image = &img
-		} else if !apierrors.IsNotFound(err) {
+		var err error
+		if t.image, err = watch.FindImage(ctx, p.client, image); err != nil {
 			return t, nil, err
 		}
 	}
@@ -59,7 +56,8 @@ func (p *volumeReconciler) viewCluster(ctx context.Context, v *api.Volume, image
 	return t, failed, nil
 }
 
-// baseImage names the base image of a volume. A clone's spec need not name the image; its source or its replicas do.
+// baseImage names the base image of a volume. A clone's spec need not name the image; its source or its replicas do,
+// the replicas by LabelImage.
 func baseImage(v *api.Volume, from *cloneSource, mine []api.Replica) string {
 	if image := v.BaseImage(); image != "" {
 		return image
