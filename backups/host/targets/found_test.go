@@ -176,15 +176,56 @@ func TestFloodOfVolumesKeepsObjects(t *testing.T) {
 		t.Errorf("after newer backups of the volumes: Backups %s", w.listed())
 	}
 	w.hooks.hide("snapshots/" + old[0].String())
+	w.sync("default") // a visit that sees the same wrong list changes nothing
+	if m := w.sweep("default").Message; !strings.Contains(m, "lacks snapshot "+old[0].String()[:8]) {
+		t.Errorf("a sweep with a list that lacks a backup says %q", m)
+	}
+}
+
+// sweep requests a sweep and waits for its end.
+func (w *world) sweep(name string) *api.SweepFact {
+	w.T.Helper()
 	at := metav1.NewTime(w.clock.now())
-	apitest.EditStatus(w.Server, &api.BackupTarget{ObjectMeta: apitest.Named("default")}, func(b *api.BackupTarget) {
+	apitest.EditStatus(w.Server, &api.BackupTarget{ObjectMeta: apitest.Named(name)}, func(b *api.BackupTarget) {
 		b.Status.SweepRequested = &at
 	})
 	w.clock.advance(time.Minute)
+	w.wake(name)
+	return w.awaitTarget(name, "swept", func(b *api.BackupTarget) bool {
+		return b.Status.LastSweep != nil && b.Status.LastSweep.EndedAt.After(at.Time)
+	}).Status.LastSweep
+}
+
+// TestSweepFollowsDeletionsOfOthers: a backup that others deleted from the store ends no sweep if it had no object. If it
+// had one, a visit follows the sweep, and deletes the object, without pollInterval, too.
+func TestSweepFollowsDeletionsOfOthers(t *testing.T) {
+	t.Parallel()
+	w := startWorld(t, func(r *targetReconciler) { r.opts.MostBackups = 2 }, "node-1")
+	s := newShelf(t, api.PublishedPassword)
+	ids := s.saveMany(1000, day("a", 1), day("a", 2), day("a", 3), day("a", 4))
+	w.addTarget("default", s.url(), "")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	if w.sync("default"); w.listed() != "a-3 a-4" {
+		t.Fatalf("Backups %s", w.listed())
+	}
+	must(t, s.r.DeleteSnapshots(t.Context(), ids[0]))
+	if m := w.sweep("default").Message; m != "" {
+		t.Errorf("a sweep after others deleted a backup without an object says %q", m)
+	}
+	must(t, s.r.DeleteSnapshots(t.Context(), ids[2]))
+	failed := w.sweep("default")
+	if !strings.Contains(failed.Message, "lacks snapshot "+ids[2].String()[:8]) {
+		t.Errorf("a sweep after others deleted a backup with an object says %q", failed.Message)
+	}
+	w.awaitTarget("default", "visited", func(b *api.BackupTarget) bool {
+		return b.Status.LastSyncedAt != nil && !b.Status.LastSyncedAt.Before(&failed.EndedAt)
+	})
+	w.clock.advance(2 * time.Minute)
 	w.wake("default")
-	swept := w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.LastSweep != nil })
-	if m := swept.Status.LastSweep.Message; !strings.Contains(m, "lacks snapshot "+old[0].String()[:8]) {
-		t.Errorf("a sweep with a list that lacks a backup says %q", m)
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("a-3")}, &api.BackupList{})
+	w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.SweepRequested == nil })
+	if !s.has(ids[1]) || !s.has(ids[3]) {
+		t.Error("the store lost a backup")
 	}
 }
 

@@ -68,7 +68,7 @@ func unfinishedRestores(ctx context.Context, live client.Reader) (restores, erro
 	unfinished := restores{}
 	for i := range images.Items {
 		o := &images.Items[i]
-		ref, err := api.ParseBackupURL(o.Spec.SourceParameters[api.RestoreBackupURL])
+		ref, err := api.ParseBackupURL(o.RestoredURL())
 		if err == nil && o.Spec.SourceType == api.SourceRestore && o.Status.State != api.ImageReady {
 			unfinished[ref] = o
 		}

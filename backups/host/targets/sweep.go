@@ -19,6 +19,7 @@ import (
 type sweepResult struct {
 	request metav1.Time // SweepRequested at the start
 	stats   repo.SweepStats
+	gone    []blob.ID      // snapshots of backups without an object that the store does not have any more
 	usage   *api.UsageFact // nil: not known
 	err     error
 }
@@ -56,12 +57,19 @@ func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
 	return do(opened)
 }
 
-// sweep deletes the packs that no backup needs. unlisted are snapshots of backups without an object.
+// sweep deletes the packs that no backup needs. unlisted are snapshots of backups without an object: no list may lack one
+// that the store has.
 func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted []blob.ID, o Options) sweepResult {
 	result := sweepResult{request: *t.Status.SweepRequested}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) error {
-		options := repo.SweepOptions{Known: unlisted, Poll: o.SweepPoll, Threshold: int(t.Spec.SweepThreshold),
-			Writer: smallWriter}
+		options := repo.SweepOptions{Poll: o.SweepPoll, Threshold: int(t.Spec.SweepThreshold), Writer: smallWriter}
+		files, err := opened.ListSnapshots(ctx)
+		if err != nil {
+			return err
+		}
+		if options.Known, result.gone, err = findUnlisted(ctx, opened, unlisted, files); err != nil {
+			return err
+		}
 		backups, err := backupsOf(ctx, r.live, t.Name)
 		if err != nil {
 			return err
@@ -71,13 +79,8 @@ func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted 
 				options.Known = append(options.Known, id)
 			}
 		}
-		if len(backups) == 0 { // a store that lists nothing is believed only if no object contradicts
-			files, err := opened.ListSnapshots(ctx)
-			if err != nil {
-				return err
-			}
-			options.Empty = len(files) == 0
-		}
+		// A store that lists nothing is believed only if no object contradicts.
+		options.Empty = len(backups) == 0 && len(files) == 0
 		if result.stats, err = opened.Sweep(ctx, options); err != nil {
 			return err
 		}
@@ -87,6 +90,28 @@ func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted 
 		return nil
 	})
 	return result
+}
+
+// findUnlisted asks the store for each of the snapshots that a list lacks, by its name: others may have deleted it, and
+// then the store has none, or the list is wrong.
+func findUnlisted(ctx context.Context, r *repo.Repository, unlisted []blob.ID, files []repo.SnapshotFile) (
+	existing, gone []blob.ID, err error) {
+	listed := make(map[blob.ID]bool, len(files))
+	for _, f := range files {
+		listed[f.ID] = true
+	}
+	for _, id := range unlisted {
+		if !listed[id] {
+			if _, err := r.FindSnapshot(ctx, id); api.Is(err, api.NotFound) {
+				gone = append(gone, id)
+				continue
+			} else if err != nil {
+				return nil, nil, err
+			}
+		}
+		existing = append(existing, id)
+	}
+	return existing, gone, nil
 }
 
 // deletionResult is the outcome of a deletion: of the snapshots ids, and of all snapshots of Backup objects.

@@ -26,7 +26,9 @@ type targetRecord struct {
 	missingAt   time.Time            // visitResult.missingAt
 	claimed     *api.TargetClaim     // of this process; the next visit may make the repository
 	memory      *visitMemory
-	unlisted    map[blob.ID]bool // snapshots of backups without an object at the last visit, because there are too many
+	// Snapshots of backups that had no object at a visit, because there are too many. A list that lacks one changes
+	// nothing: a deletion, or a sweep that asks the store for the snapshot, ends its entry.
+	unlisted map[blob.ID]bool
 
 	deletion      *job[deletionResult]
 	deleteAgain   time.Time          // no deletion begins before
@@ -180,7 +182,9 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 	}
 	if v.listed {
 		applyCount(t, v)
-		rec.unlisted = make(map[blob.ID]bool, len(v.unlisted))
+		if rec.unlisted == nil {
+			rec.unlisted = map[blob.ID]bool{}
+		}
 		for _, id := range v.unlisted {
 			rec.unlisted[id] = true
 		}
@@ -276,6 +280,9 @@ func (rec *targetRecord) requestSweep(t *api.BackupTarget, now time.Time) {
 // applySweep brings the result of a sweep into the status.
 func (rec *targetRecord) applySweep(t *api.BackupTarget, now time.Time) {
 	s, st := &rec.sweep.result, &t.Status
+	for _, id := range s.gone {
+		delete(rec.unlisted, id)
+	}
 	fact := &api.SweepFact{EndedAt: metav1.NewTime(now), FreedBytes: s.stats.FreedBytes}
 	switch {
 	case s.err == nil:
@@ -290,6 +297,9 @@ func (rec *targetRecord) applySweep(t *api.BackupTarget, now time.Time) {
 		rec.sweepAgain = now.Add(sweepRetry)
 		if isPassing(s.err) {
 			rec.sweepAgain = now.Add(time.Minute)
+		}
+		if api.Is(s.err, api.Unavailable) {
+			rec.missingAt = now // others may have deleted the snapshot of a Backup: a visit looks
 		}
 		fact.Message = api.ClipMessage(s.err.Error())
 	}
