@@ -1,6 +1,10 @@
 package api
 
-import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+import (
+	"cmp"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
 
 // SourceType says where a backing image's bytes come from.
 //
@@ -130,6 +134,9 @@ type BackingImageStatus struct {
 	Size int64 `json:"size,omitempty"`
 	// VirtualSize is the size of the disk inside the image, bytes; a volume from it is at least as large.
 	VirtualSize int64 `json:"virtualSize,omitempty"`
+	// BackupURL is the URL of the backup that the image is restored from, if the parameter backup-url names none of
+	// several: the controller chooses the backup once.
+	BackupURL string `json:"backupURL,omitempty"`
 	// Export is there for an image that was made of a volume: what it was made of.
 	Export *ExportFact `json:"export,omitempty"`
 	// Format that was found, and how it was packed: raw, qcow2, vmdk, vhd or vhdx, and .gz, .xz or .zst behind it.
@@ -213,6 +220,11 @@ type ImageCopySpec struct {
 
 // CanRead reports whether volumes can use the image: it is ready, or is restored and readable meanwhile.
 func (i *BackingImage) CanRead() bool { return i.Status.State == ImageReady || i.Status.Readable }
+
+// RestoredURL is the URL of the backup that the image is restored from.
+func (i *BackingImage) RestoredURL() string {
+	return cmp.Or(i.Status.BackupURL, i.Spec.SourceParameters[RestoreBackupURL])
+}
 
 // UploadPath is the path of Drover's own API server for uploads to a waiting node.
 func UploadPath(image string) string {

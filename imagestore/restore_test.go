@@ -499,3 +499,42 @@ func (w *world) readServed(layer, root string, body []byte) {
 		w.t.Errorf("the node serves other bytes: %v", err)
 	}
 }
+
+// TestRestoreKeepsItsBackup: an image with Longhorn's URL, which names the image alone, waits for a single backup of the
+// name, and is restored from this one although another backup of the name comes during the restore, also after a restart
+// of the node. A later image with the URL chooses none of the two.
+func TestRestoreKeepsItsBackup(t *testing.T) {
+	w := newWorld(t, 1)
+	body := stateBody(7)
+	params := map[string]string{api.RestoreBackupURL: "file:///store?backingImage=golden"}
+	stored := func(name string) string {
+		b := &api.BackupBackingImage{ObjectMeta: metav1.ObjectMeta{Name: name},
+			Spec: api.BackupBackingImageSpec{BackingImageName: "golden"}}
+		w.create(b)
+		b.Status.State, b.Status.URL = api.BackupCompleted, api.ImageBackupURL("file:///store", name, "golden")
+		w.putStatus(b)
+		return b.Status.URL
+	}
+	w.image("golden", api.SourceRestore, params, onDisk0)
+	failed := func(name, text string) {
+		w.await(name, "fails with "+text, func(i *api.BackingImage) bool {
+			return i.Status.State == api.ImageFailed && strings.Contains(i.Status.Message, text)
+		})
+	}
+	failed("golden", "no completed backup has the URL")
+	first := api.ImageBackupURL("file:///store", "first", "golden")
+	release := w.store.put(t, first, body, api.ImageInProgress)
+	stored("first")
+	if img := w.state("golden", api.ImageInProgress); img.Status.BackupURL != first {
+		t.Errorf("the image is restored from %s", img.Status.BackupURL)
+	}
+	w.store.mu.Lock()
+	w.store.backups[stored("second")] = stateBody(8)
+	w.store.mu.Unlock()
+	w.stop()
+	w.start()
+	w.image("later", api.SourceRestore, params, onDisk0)
+	failed("later", "several backups")
+	release()
+	w.holds(0, w.state("golden", api.ImageReady), body)
+}

@@ -156,7 +156,7 @@ func isSameImage(img *api.BackingImage, b *api.Backup, stored *api.BackupBacking
 	return s.VolumeBackingImageDigest != "" && img.ContentDigest() == s.VolumeBackingImageDigest ||
 		s.VolumeBackingImageChecksum != "" && img.Status.Checksum == s.VolumeBackingImageChecksum ||
 		stored != nil && img.Spec.SourceType == api.SourceRestore &&
-			api.SameBackup(img.Spec.SourceParameters[api.RestoreBackupURL], stored.Status.URL)
+			api.SameBackup(img.RestoredURL(), stored.Status.URL)
 }
 
 // report emits an event about a volume, unless it was the last one.

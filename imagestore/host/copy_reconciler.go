@@ -176,14 +176,15 @@ func (n *copyReconciler) startTransfer(ctx context.Context, c *api.ImageCopy, im
 				return n.copyFromDisk(ctx, t, c.DeepCopy(), on, spec, repair)
 			})
 	}
-	image, size := img.Spec.DeepCopy(), img.Status.VirtualSize
+	img = img.DeepCopy()
+	image, size := &img.Spec, img.Status.VirtualSize
 	return n.transfers.startTransfer(ctx, c, string(image.SourceType),
 		func(ctx context.Context, t *transfer, slot slotFunc) (importer.Result, error) {
 			switch image.SourceType {
 			case api.SourceExport:
 				return n.recordExport(ctx, t, slot, on, spec, size)
 			case api.SourceRestore:
-				return n.restoreBackup(ctx, t, slot, image, on, spec, repair)
+				return n.restoreBackup(ctx, t, slot, img, on, spec, repair)
 			case api.SourceClone:
 				return n.copyClone(ctx, t, slot, image, on, spec, repair)
 			}

@@ -20,7 +20,7 @@ import (
 
 // restoreBackup makes a copy from a backup, or with repair repairs the copy below replicas. Volumes read the layer
 // meanwhile, unless a checksum has to be compared first, or damaged chunks become zeros.
-func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot slotFunc, image *api.BackingImageSpec,
+func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot slotFunc, image *api.BackingImage,
 	on block.Layers, spec importer.Spec, repair bool,
 ) (got importer.Result, err error) {
 	if n.opts.OpenBackup == nil {
@@ -31,7 +31,7 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 	if repair {
 		into = spare
 	}
-	allow := image.SourceParameters[api.RestoreAllowDamaged] == "true"
+	allow := image.Spec.SourceParameters[api.RestoreAllowDamaged] == "true"
 	serve := !repair && !allow && spec.Checksum == ""
 	if !serve {
 		defer n.restoring.Remove(on.UID(), string(into.Layers[0]))
@@ -64,7 +64,7 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 		if readable {
 			t.setRestoring(readableLayer{root, size}, l.Problem)
 		}
-		if readable && image.SourceParameters[api.RestoreOnDemand] == "true" {
+		if readable && image.Spec.SourceParameters[api.RestoreOnDemand] == "true" {
 			t.setState(api.ImagePending, "")
 			<-ctx.Done() // readers alone decide which chunks are fetched
 			return got, context.Cause(ctx)
@@ -101,11 +101,11 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 }
 
 // importFile makes a copy from the backup of the file that the image was made of, as an import of the file does.
-func (n *copyReconciler) importFile(ctx context.Context, t *transfer, image *api.BackingImageSpec, on block.Layers,
+func (n *copyReconciler) importFile(ctx context.Context, t *transfer, image *api.BackingImage, on block.Layers,
 	spec importer.Spec, repair bool) (importer.Result, error) {
 	t.setState(api.ImageInProgress, "")
 	open := func(ctx context.Context) (*origin.Stream, error) {
-		b, err := n.opts.OpenBackup(ctx, image.SourceParameters[api.RestoreBackupURL])
+		b, err := n.opts.OpenBackup(ctx, image.RestoredURL())
 		if err != nil {
 			return nil, err
 		}
@@ -142,8 +142,8 @@ func fileStream(b block.FileBackup) *origin.Stream {
 }
 
 // restoringLayer is the layer that a restore makes, or will make.
-func (n *copyReconciler) restoringLayer(image *api.BackingImageSpec, on block.Layers, uid api.UID) *restoring.Layer {
-	url := image.SourceParameters[api.RestoreBackupURL]
+func (n *copyReconciler) restoringLayer(image *api.BackingImage, on block.Layers, uid api.UID) *restoring.Layer {
+	url := image.RestoredURL()
 	return n.restoring.Add(on, string(uid), func(ctx context.Context) (block.Backup, error) {
 		return n.opts.OpenBackup(ctx, url)
 	})
@@ -152,7 +152,7 @@ func (n *copyReconciler) restoringLayer(image *api.BackingImageSpec, on block.La
 // serveFailed lets volumes read the layer of a restore that failed, and that no transfer tries again now.
 func (s *copyStep) serveFailed() {
 	if s.st.Readable && s.c.Spec.From == "" && s.img.Spec.SourceType == api.SourceRestore && s.opts.OpenBackup != nil {
-		s.restoringLayer(&s.img.Spec, s.on, s.c.Spec.Layers[0]).Prepare()
+		s.restoringLayer(s.img, s.on, s.c.Spec.Layers[0]).Prepare()
 	}
 }
 

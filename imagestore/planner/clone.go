@@ -18,7 +18,7 @@ import (
 // clone at once, another disk copies the layers. A clone with a copy no longer needs the cloned image: a layer exists
 // as long as any image names the layer.
 
-// sourceRetry is the interval between two looks at an image that cannot be cloned yet.
+// sourceRetry is the interval between two looks at a source that cannot be used yet: an image to clone, or a backup.
 const sourceRetry = 10 * time.Second
 
 // beginClone gives a clone the layers of the cloned image, or explains why the image cannot be cloned.
@@ -29,17 +29,23 @@ func (r *imageReconciler) beginClone(ctx context.Context, img *api.BackingImage)
 		if api.KindOf(err) == api.Other {
 			return ctrl.Result{}, err
 		}
-		if s.State == api.ImageFailed && s.Message == err.Error() {
-			return ctrl.Result{RequeueAfter: sourceRetry}, nil
-		}
-		s.State, s.Message = api.ImageFailed, err.Error()
-		return ctrl.Result{RequeueAfter: sourceRetry}, ignoreRace(r.Status().Update(ctx, img))
+		return r.explainSource(ctx, img, err)
 	}
 	s.UUID, s.State, s.Message = api.NewUID(), api.ImagePending, ""
 	s.Layers = slices.Clone(origin.Status.Layers)
 	s.Format, s.VirtualSize = origin.Status.Format, origin.Status.VirtualSize
 	s.Checksum, s.Digest = origin.Status.Checksum, origin.Status.Digest
 	return ctrl.Result{}, ignoreRace(r.Status().Update(ctx, img)) // the event of the update continues
+}
+
+// explainSource explains in the status why the source of an image cannot be used yet.
+func (r *imageReconciler) explainSource(ctx context.Context, img *api.BackingImage, why error) (ctrl.Result, error) {
+	s := &img.Status
+	if s.State == api.ImageFailed && s.Message == why.Error() {
+		return ctrl.Result{RequeueAfter: sourceRetry}, nil
+	}
+	s.State, s.Message = api.ImageFailed, why.Error()
+	return ctrl.Result{RequeueAfter: sourceRetry}, ignoreRace(r.Status().Update(ctx, img))
 }
 
 // cloneSource returns the image to clone, which must be ready.

@@ -157,6 +157,9 @@ func (r *imageReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl
 	if img.Status.UUID == "" && !deleting && img.Spec.SourceType == api.SourceClone {
 		return r.beginClone(ctx, img)
 	}
+	if !deleting && isBackupOpen(img) {
+		return r.chooseBackup(ctx, img)
+	}
 	if img.Status.UUID == "" && !deleting {
 		// Before any byte and any copy: an update of a stale object fails, so there is one UUID for ever (I7).
 		img.Status.UUID = api.NewUID()

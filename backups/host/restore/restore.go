@@ -105,6 +105,9 @@ func (b *Backups) find(ctx context.Context, url string) (api.StoredBackup, error
 	if err != nil {
 		return nil, err
 	}
+	if !ref.NamesBackup() {
+		return nil, api.Errorf(api.Unavailable, "the URL %s names an image: the controller has not chosen a backup yet", url)
+	}
 	var list api.BackupList
 	if err := b.Reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, api.Explain(err, "list backups")
@@ -118,20 +121,10 @@ func (b *Backups) find(ctx context.Context, url string) (api.StoredBackup, error
 	if err := b.Reader.List(ctx, &images, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, api.Explain(err, "list backups of images")
 	}
-	var found api.StoredBackup
 	for i := range images.Items {
-		o := &images.Items[i]
-		switch {
-		case !isFound(&o.Status.CommonBackupStatus, ref):
-		case found != nil && !ref.NamesBackup():
-			return nil, api.Errorf(api.Invalid, "the URL %s names an image with several backups: use status.url of one of "+
-				"them, as of %s or %s", url, found.GetName(), o.Name)
-		case found == nil:
-			found = o
+		if o := &images.Items[i]; isFound(&o.Status.CommonBackupStatus, ref) {
+			return o, nil
 		}
-	}
-	if found != nil {
-		return found, nil
 	}
 	return nil, api.Errorf(api.NotFound, "no completed backup has the URL %s: compare with status.url of the Backups", url)
 }

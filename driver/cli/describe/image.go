@@ -28,7 +28,7 @@ func Image(w io.Writer, img *api.BackingImage, copies *Copies) {
 	}
 	text.Fields(w, "Name", img.Name, "State", ImageState(&s), "Message", s.Message, "Progress", fmt.Sprintf("%d %%",
 		s.Progress),
-		"Source", from, "Format", s.Format, "Virtual size", text.SomeBytes(s.VirtualSize),
+		"Source", from, "Backup", s.BackupURL, "Format", s.Format, "Virtual size", text.SomeBytes(s.VirtualSize),
 		"Size on disk", text.SomeBytes(s.Size),
 		"SHA-512", s.Checksum, "Expected", img.Spec.Checksum, "Content", s.Digest, "UUID", string(s.UUID),
 		"Copies", fmt.Sprintf("%d ready, %d wanted", s.ReadyCopies, max(img.Spec.MinNumberOfCopies, 1)),
