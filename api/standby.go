@@ -23,8 +23,8 @@ type StandbyStatus struct {
 	// FailingProgress is the progress then: a restore that gets further has recovered.
 	FailingSince    *metav1.Time `json:"failingSince,omitempty"`
 	FailingProgress int32        `json:"failingProgress,omitempty"`
-	// Failed are backups newer than the held one that could not be taken: all others come first.
-	Failed []FailedBackup `json:"failed,omitempty"`
+	// Search is set after a backup newer than the held one could not be taken, until the volume holds another backup.
+	Search *StandbySearch `json:"search,omitempty"`
 	// Message says what the activation took, and why.
 	Message string `json:"message,omitempty"`
 	// ActivatingSince is when the controller saw the wish for the activation. SyncRequestedAt is the list of the target's
@@ -33,7 +33,7 @@ type StandbyStatus struct {
 	SyncRequestedAt *metav1.Time `json:"syncRequestedAt,omitempty"`
 }
 
-// StandbyBackup is a backup that a standby volume holds or fetches.
+// StandbyBackup is a backup that a standby volume holds, fetches or could not take.
 type StandbyBackup struct {
 	Backup string `json:"backup"` // name of the Backup
 	URL    string `json:"url"`
@@ -46,17 +46,22 @@ type StandbyBackup struct {
 	BackingImage string `json:"backingImage"`
 }
 
+// IsNewerThan compares as Backup.NewerThan does.
+func (b *StandbyBackup) IsNewerThan(o *StandbyBackup) bool {
+	return isNewer(b.CutAt(), b.Backup, o.CutAt(), o.Backup)
+}
+
 // CutAt is the instant of the content; zero: not known.
 func (b *StandbyBackup) CutAt() time.Time { return boundInstant(b.SnapshotCreatedAt, b.StoredAt) }
 
-// FailedBackup is a backup that a standby volume could not take.
-type FailedBackup struct {
-	Backup  string      `json:"backup"` // name of the Backup
-	URL     string      `json:"url"`
-	At      metav1.Time `json:"at"`
-	Message string      `json:"message,omitempty"`
-	// Damaged is Damaged of the Backup: once the damage is healed, the failure is forgotten.
-	Damaged bool `json:"damaged,omitempty"`
+// StandbySearch is the search of a standby volume for a backup that it can take. The search begins with the newest
+// backup, and tries each older one that was known when the first failed. Every other turn is that of a newer arrival.
+type StandbySearch struct {
+	Since metav1.Time `json:"since"` // when the first backup failed
+	// Newest and Oldest are the newest and the oldest backup that failed. Message says why the newest did.
+	Newest  StandbyBackup `json:"newest"`
+	Oldest  StandbyBackup `json:"oldest"`
+	Message string        `json:"message,omitempty"`
 }
 
 // ConditionFollowing is on a standby volume: False while the newest backup cannot arrive.
@@ -162,8 +167,11 @@ func boundInstant(named, stored string) time.Time {
 
 // NewerThan orders the backups of a volume by their content, and by name if two have one instant.
 func (b *Backup) NewerThan(o *Backup) bool {
-	x, y := b.CutAt(), o.CutAt()
-	return x.After(y) || x.Equal(y) && b.Name > o.Name
+	return isNewer(b.CutAt(), b.Name, o.CutAt(), o.Name)
+}
+
+func isNewer(at time.Time, name string, than time.Time, other string) bool {
+	return at.After(than) || at.Equal(than) && name > other
 }
 
 // CutText is CutAt as a status has it, RFC 3339; empty: not known.

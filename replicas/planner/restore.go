@@ -177,6 +177,9 @@ func growSpec(ctx context.Context, c client.Client, v *api.Volume, size int64) e
 func describeRestore(v *api.Volume, img *api.BackingImage) {
 	st, from := v.Status.RestoreStatus, &img.Status
 	st.State, st.Progress, st.Message = api.CloneInitiated, from.Progress, from.Message
+	if v.Spec.ImportFrom == nil && st.Backup == "" { // the URL names an image, of which the planner chose a backup
+		st.Backup = api.BackupOfURL(img.RestoredURL())
+	}
 	describeStall(v, from)
 	switch from.State {
 	case api.ImageFailed:

@@ -74,8 +74,8 @@ func (p *standbyPlanner) planStandby(ctx context.Context, v *api.Volume) error {
 	if since := v.Status.Standby.FailingSince; since != nil {
 		p.requeueAfter(v.Name, since.Add(failurePatience).Sub(view.now))
 	}
-	for _, f := range v.Status.Standby.Failed {
-		p.requeueAfter(v.Name, f.At.Add(retryInterval).Sub(view.now))
+	if s := v.Status.Standby.Search; s != nil {
+		p.requeueAfter(v.Name, s.Since.Add(searchInterval).Sub(view.now))
 	}
 	if !v.Spec.Standby {
 		return p.activate(ctx, v, view)

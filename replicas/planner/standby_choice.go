@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -15,15 +16,11 @@ const (
 	// activationPatience is how long an activation waits for an unavailable target, or for a backup that fails, before it
 	// takes an older one.
 	activationPatience = time.Minute
-	// failurePatience is how long a backup may fail, or find no room, before an older backup takes its place: a store or
+	// failurePatience is how long a backup may fail, or find no room, before another one takes its place: a store or
 	// a disk that was away gets another try.
 	failurePatience = 10 * time.Minute
-	// almostWhole is the progress of an image, in percent, that is worth the wait for room.
-	almostWhole = 90
-	// retryInterval is the pause before a backup that failed gets another try, once no other backup is left.
-	retryInterval = time.Hour
-	// failureLimit bounds the failures in a status: everybody who writes into the store can add backups.
-	failureLimit = 16
+	// searchInterval is the least time from the begin of a search for a good backup to that of the next.
+	searchInterval = time.Hour
 )
 
 // standbyView is what the decisions about a standby volume read.
@@ -50,10 +47,9 @@ func (o obstacle) exists() bool { return o.reason != "" }
 // standbyEvent is a change for an event.
 type standbyEvent struct{ kind, reason, text string }
 
-// advanceStandby decides what the volume holds and fetches, and changes the status. The volume fetches the newest
-// backup that is newer than the held one, has room and did not fail. A failure counts until the volume holds another
-// backup, or the damage of the backup is healed: a restore may take longer than each fixed time, and must not begin
-// again on a bad backup before an older good one had its turn.
+// advanceStandby decides what the volume holds and fetches, and changes the status. The volume fetches the newest backup
+// that is newer than the held one and has room. A backup that fails has its time, whatever else arrives. Afterwards a
+// search goes from the newest backup to older ones, and ends with the next backup that the volume holds.
 func advanceStandby(v *api.Volume, view *standbyView) (told []standbyEvent) {
 	st := v.Status.Standby
 	if st.Held != nil && view.held == nil {
@@ -69,75 +65,98 @@ func advanceStandby(v *api.Volume, view *standbyView) (told []standbyEvent) {
 	if st.Next != nil && view.next != nil && !view.fault.exists() && isWhole(view.next, view) {
 		told = append(told, standbyEvent{"Normal", "StandbyUpdated",
 			fmt.Sprintf("the standby volume holds backup %s of %s", st.Next.Backup, st.Next.SnapshotCreatedAt)})
-		st.Held, view.held, st.Failed = st.Next, view.next, nil
+		st.Held, view.held, st.Search = st.Next, view.next, nil
 		view.dropNext(st)
 	}
 	newer := view.newerBackups(st.Held)
-	st.Failed = standingFailures(st.Failed, newer)
-	untried, retried := view.untriedBackup(v, newer), view.retriedBackup(v, newer)
-	choice := cmp.Or(untried, retried)
-	if next := st.Next; next != nil {
+	view.judgeNewest(v, newer)
+	var choice *api.Backup
+	newest := view.newestUntried(v, newer)
+	switch next := st.Next; {
+	case next == nil:
+		choice = view.choose(v, newer)
+	case !v.Spec.Standby && !view.late && newest != nil && nextBackup(v, newest).IsNewerThan(next):
+		choice = newest // what the store lists for the activation comes first
+		view.dropNext(st)
+	case view.fault.exists():
 		listed := slices.ContainsFunc(newer, func(b *api.Backup) bool { return isNamed(next, b) })
-		newest := untried != nil && untried.CutAt().After(next.CutAt())
-		switch {
-		case newest || !listed:
-		case v.Spec.Standby && view.fault.reason == api.ReasonNoRoom && isAlmostWhole(view.next):
-			choice = nil // an older backup is no gain
-		case len(st.Failed) >= failureLimit:
-			choice = retried // no place for another failure
+		if listed && !view.mayGiveWay(v) {
+			break
 		}
-		switch {
-		case view.fault.exists() && !listed, newest && !v.Spec.Standby:
-			view.dropNext(st)
-		case view.fault.exists() && choice != nil && view.mayFallBack(v):
-			told = append(told, view.giveWay(st, choice))
-		case view.fault.exists() && newest && view.fault.reason != api.ReasonNoRoom:
+		view.noteFailure(st)
+		if choice = view.choose(v, newer); choice != nil {
+			told = append(told, standbyEvent{"Warning", "StandbyFailed",
+				fmt.Sprintf("backup %s gives way to backup %s%s", next.Backup, choice.Name, colonText(view.fault.why))})
+		}
+		if choice != nil || !listed {
 			view.dropNext(st)
 		}
 	}
-	if st.Next == nil && choice != nil {
-		st.Failed = slices.DeleteFunc(st.Failed, func(f api.FailedBackup) bool { return f.URL == choice.Status.URL })
+	if choice != nil {
 		st.Next = nextBackup(v, choice)
 	}
 	return told
 }
 
-// untriedBackup is the newest backup that has room and did not fail, other than the next one; nil: none.
-func (view *standbyView) untriedBackup(v *api.Volume, newer []*api.Backup) *api.Backup {
+// choose returns the backup to fetch when there is no next one, or in place of one that failed; nil: none yet. Arrivals
+// and older backups take turns, so neither a flood of bad backups nor old ones keep the volume from a good one. After the
+// oldest backup another search begins, because the search did not try each arrival, and damage may be healed.
+func (view *standbyView) choose(v *api.Volume, newer []*api.Backup) *api.Backup {
 	st := v.Status.Standby
-	for _, b := range newer {
-		if !isNamed(st.Next, b) && failureOf(st.Failed, b) == nil && view.fits(v, b) {
+	older := view.olderUntried(v, newer)
+	if s := st.Search; s != nil && older == nil && view.now.Sub(s.Since.Time) >= searchInterval {
+		st.Search = nil
+	}
+	newest := view.newestUntried(v, newer)
+	if s := st.Search; s != nil && st.Next != nil && st.Next.URL == s.Newest.URL && s.Newest.URL != s.Oldest.URL {
+		return cmp.Or(older, newest)
+	}
+	return cmp.Or(newest, older)
+}
+
+// newestUntried is the newest backup other than the next one, if it is newer than those that failed; nil: none.
+func (view *standbyView) newestUntried(v *api.Volume, newer []*api.Backup) *api.Backup {
+	st := v.Status.Standby
+	return view.firstThatFits(v, newer, func(b *api.Backup) bool {
+		return !isNamed(st.Next, b) && (st.Search == nil || nextBackup(v, b).IsNewerThan(&st.Search.Newest))
+	})
+}
+
+// olderUntried is the newest backup that is older than those that failed; nil: none. The search leaves out backups that
+// the cluster found later: who writes them without end must not keep the search from the oldest ones.
+func (view *standbyView) olderUntried(v *api.Volume, newer []*api.Backup) *api.Backup {
+	s := v.Status.Standby.Search
+	if s == nil {
+		return nil
+	}
+	return view.firstThatFits(v, newer, func(b *api.Backup) bool {
+		return s.Oldest.IsNewerThan(nextBackup(v, b)) && !b.CreationTimestamp.After(s.Since.Time)
+	})
+}
+
+// firstThatFits is the first backup that is asked for and has room; nil: none.
+func (view *standbyView) firstThatFits(v *api.Volume, backups []*api.Backup, asked func(*api.Backup) bool) *api.Backup {
+	for _, b := range backups {
+		if asked(b) && view.roomFor(v, api.RoundSize(b.Status.VolumeSize)) == nil {
 			return b
 		}
 	}
 	return nil
 }
 
-// retriedBackup is the backup that failed longest ago, at least retryInterval; nil: none. So each backup has its turn.
-func (view *standbyView) retriedBackup(v *api.Volume, newer []*api.Backup) (retried *api.Backup) {
-	var at time.Time
-	for _, b := range newer {
-		f := failureOf(v.Status.Standby.Failed, b)
-		switch {
-		case f == nil, view.now.Sub(f.At.Time) < retryInterval, retried != nil && !f.At.Time.Before(at):
-		case view.roomFor(v, api.RoundSize(b.Status.VolumeSize)) == nil:
-			retried, at = b, f.At.Time
-		}
+// noteFailure notes in the search that the next backup failed.
+func (view *standbyView) noteFailure(st *api.StandbyStatus) {
+	next, s := *st.Next, st.Search
+	if s == nil {
+		s = &api.StandbySearch{Since: metav1.NewTime(view.now), Newest: next, Oldest: next}
+		st.Search = s
 	}
-	return retried
-}
-
-// giveWay notes the failure of the next backup, and ends its fetching for another one.
-func (view *standbyView) giveWay(st *api.StandbyStatus, to *api.Backup) standbyEvent {
-	next := st.Next
-	if len(st.Failed) < failureLimit || failureOf(st.Failed, to) != nil { // the failure of to is forgotten
-		st.Failed = standingFailures(append(st.Failed, api.FailedBackup{Backup: next.Backup, URL: next.URL,
-			At: metav1.NewTime(view.now), Message: api.ClipMessage(view.fault.why)}), view.backups)
+	if s.Oldest.IsNewerThan(&next) {
+		s.Oldest = next
 	}
-	told := standbyEvent{"Warning", "StandbyFailed",
-		fmt.Sprintf("backup %s gives way to backup %s%s", next.Backup, to.Name, colonText(view.fault.why))}
-	view.dropNext(st)
-	return told
+	if !s.Newest.IsNewerThan(&next) {
+		s.Newest, s.Message = next, api.ClipMessage(view.fault.why)
+	}
 }
 
 // judgeNext decides why the next backup cannot be taken, and corrects its size. A backup with damage can become whole:
@@ -161,8 +180,7 @@ func (view *standbyView) judgeNext(v *api.Volume) {
 	case view.roomFor(v, next.Size) != nil:
 		view.fault = obstacle{api.ReasonNoRoom, view.roomFor(v, next.Size).Error()}
 	case damaged && !v.Spec.Standby && !v.Spec.AllowDamaged && img.Status.State != api.ImageReady:
-		view.fault = obstacle{api.ReasonRestoreFailed,
-			"a verification found bytes of the backup lost or changed in the store"}
+		view.fault = obstacle{api.ReasonRestoreFailed, "a verification found bytes of the backup lost or changed in the store"}
 	}
 	switch progress := max(img.Status.Progress, st.Progress); { // a failed image may have lost its progress
 	case view.fault.exists() && !view.away.exists() && st.FailingSince == nil:
@@ -172,9 +190,9 @@ func (view *standbyView) judgeNext(v *api.Volume) {
 	}
 }
 
-// mayFallBack reports whether an older backup can take the place of one that fails. A store without an answer is no
-// fault of the backup.
-func (view *standbyView) mayFallBack(v *api.Volume) bool {
+// mayGiveWay reports whether another backup can take the place of one that fails. A store without an answer is no fault
+// of the backup.
+func (view *standbyView) mayGiveWay(v *api.Volume) bool {
 	switch {
 	case view.away.exists():
 		return false
@@ -204,13 +222,14 @@ func (view *standbyView) roomFor(v *api.Volume, size int64) error {
 	return view.room(size)
 }
 
-// fits reports whether a disk has room for the volume with the size that a backup claims.
-func (view *standbyView) fits(v *api.Volume, b *api.Backup) bool {
-	err := view.roomFor(v, api.RoundSize(b.Status.VolumeSize))
-	if err != nil && !view.unfit.exists() {
-		view.unfit = obstacle{api.ReasonNoRoom, fmt.Sprintf("backup %s: %v", b.Name, err)}
+// judgeNewest decides why the newest backup cannot be fetched.
+func (view *standbyView) judgeNewest(v *api.Volume, newer []*api.Backup) {
+	if len(newer) == 0 || isNamed(v.Status.Standby.Next, newer[0]) {
+		return
 	}
-	return err == nil
+	if err := view.roomFor(v, api.RoundSize(newer[0].Status.VolumeSize)); err != nil {
+		view.unfit = obstacle{api.ReasonNoRoom, fmt.Sprintf("backup %s: %v", newer[0].Name, err)}
+	}
 }
 
 // correctInstants takes over the instants of backups that the store corrected.
@@ -235,27 +254,6 @@ func (view *standbyView) newerBackups(held *api.StandbyBackup) []*api.Backup {
 	return view.backups[:n]
 }
 
-// standingFailures are the failures of listed backups whose damage is not healed, the newest backup first.
-func standingFailures(failed []api.FailedBackup, listed []*api.Backup) (standing []api.FailedBackup) {
-	for _, b := range listed {
-		if f := failureOf(failed, b); f != nil && (b.Status.Damaged || !f.Damaged) {
-			f.Damaged = b.Status.Damaged
-			standing = append(standing, *f)
-		}
-	}
-	return standing
-}
-
-// failureOf is the failure of a backup; nil: none.
-func failureOf(failed []api.FailedBackup, b *api.Backup) *api.FailedBackup {
-	for i := range failed {
-		if failed[i].URL == b.Status.URL {
-			return &failed[i]
-		}
-	}
-	return nil
-}
-
 // isNamed reports whether a backup of the status is the Backup.
 func isNamed(of *api.StandbyBackup, b *api.Backup) bool { return of != nil && of.URL == b.Status.URL }
 
@@ -275,11 +273,6 @@ func isWhole(next *api.BackingImage, view *standbyView) bool {
 		least = min(least, max(view.held.Status.ReadyCopies, 1))
 	}
 	return next.Status.State == api.ImageReady && next.Status.ReadyCopies >= least
-}
-
-// isAlmostWhole reports whether an image is whole, or soon.
-func isAlmostWhole(img *api.BackingImage) bool {
-	return img.Status.State == api.ImageReady || img.Status.Progress >= almostWhole
 }
 
 // chooseActivated chooses the backup that an activated volume begins with; nil: the activation waits.
@@ -322,8 +315,8 @@ func describeChoice(v *api.Volume, view *standbyView, chosen *api.StandbyBackup)
 	failed := view.unfit.why
 	if st.Next != nil && st.Next != chosen {
 		failed = fmt.Sprintf("backup %s%s", st.Next.Backup, colonText(view.fault.why))
-	} else if len(st.Failed) > 0 {
-		failed = fmt.Sprintf("backup %s%s", st.Failed[0].Backup, colonText(st.Failed[0].Message))
+	} else if s := st.Search; s != nil && s.Newest.IsNewerThan(chosen) {
+		failed = fmt.Sprintf("backup %s%s", s.Newest.Backup, colonText(s.Message))
 	}
 	if failed != "" {
 		kind, text = "Warning", text+"; the volume could not begin with a newer one: "+failed
@@ -366,9 +359,9 @@ func describeStandby(v *api.Volume, view *standbyView) {
 		reason, text = api.ReasonNoBackup, "the store has no backup of volume "+api.VolumeOfURL(v.Spec.FromBackup)
 	case view.unfit.exists():
 		reason, text = view.unfit.reason, view.unfit.why+insteadText(next)
-	case len(st.Standby.Failed) > 0:
-		f := st.Standby.Failed[0]
-		reason, text = api.ReasonRestoreFailed, fmt.Sprintf("backup %s: %s%s", f.Backup, f.Message, insteadText(next))
+	case st.Standby.Search != nil:
+		s := st.Standby.Search
+		reason, text = api.ReasonRestoreFailed, fmt.Sprintf("backup %s: %s%s", s.Newest.Backup, s.Message, insteadText(next))
 	}
 	if view.next != nil {
 		st.Standby.Progress = view.next.Status.Progress
@@ -378,9 +371,14 @@ func describeStandby(v *api.Volume, view *standbyView) {
 	}
 	setCondition(v, api.ConditionFollowing, reason == "", cmp.Or(reason, api.ReasonFollowing), text)
 	st.Message = text
+	if next := st.Standby.Next; next != nil && !view.fault.exists() {
+		coming := fmt.Sprintf("backup %s of %s arrives, %d %%%s", next.Backup, next.SnapshotCreatedAt, st.Standby.Progress,
+			colonText(view.nextMessage()))
+		st.Message = strings.TrimPrefix(text+"; "+coming, "; ")
+	}
 }
 
-// insteadText names the backup that is fetched although a newer one exists.
+// insteadText names the backup that is fetched in place of one that the volume cannot take.
 func insteadText(next *api.StandbyBackup) string {
 	if next == nil {
 		return ""

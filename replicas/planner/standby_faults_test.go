@@ -73,7 +73,7 @@ func (f *fallback) step(after time.Duration) string {
 func (f *fallback) expect(t *testing.T, after time.Duration, want string) {
 	t.Helper()
 	if got := f.step(after); got != want {
-		t.Errorf("the volume holds and fetches %q, want %q; it failed with %+v", got, want, f.v.Status.Standby.Failed)
+		t.Errorf("the volume holds and fetches %q, want %q; the search is %+v", got, want, f.v.Status.Standby.Search)
 	}
 }
 
@@ -84,7 +84,7 @@ func (f *fallback) following() string {
 }
 
 // TestStandbyFallsBackToAnOlderBackup: when the newest backup cannot be restored for a while, a standby volume takes the
-// next older one that is newer than the held one, and tries the newest again later. A newer backup comes at once.
+// next older one that is newer than the held one, and tries the newest again later. A newer backup comes next.
 func TestStandbyFallsBackToAnOlderBackup(t *testing.T) {
 	f := newFallback(4, 3, 2)
 	f.images["b4"], f.images["b3"] = imageOfTest(api.ImageFailed, 0), imageOfTest(api.ImageFailed, 0)
@@ -103,12 +103,38 @@ func TestStandbyFallsBackToAnOlderBackup(t *testing.T) {
 	f.expect(t, 0, "b2 b4") // the newest gets another try
 	f.expect(t, 0, "b2 b4")
 	f.backups = append([]*api.Backup{backupOfTest(5)}, f.backups...)
-	f.expect(t, 0, "b2 b5")
+	f.expect(t, 0, "b2 b4")
+	f.expect(t, failurePatience, "b2 b5")
 	f.images["b5"] = imageOfTest(api.ImageReady, 1)
 	f.expect(t, 0, "b5")
-	if s := f.following(); !strings.HasPrefix(s, "True Following") || len(f.v.Status.Standby.Failed) != 0 {
-		t.Errorf("with the newest backup: %s, failures %+v", s, f.v.Status.Standby.Failed)
+	if s := f.following(); !strings.HasPrefix(s, "True Following") || f.v.Status.Standby.Search != nil {
+		t.Errorf("with the newest backup: %s, search %+v", s, f.v.Status.Standby.Search)
 	}
+}
+
+// TestMessageSaysWhatArrives: the message of a standby volume names the backup that arrives and its progress, also beside
+// the reason why a newer one does not. Nothing arrives while the next backup fails.
+func TestMessageSaysWhatArrives(t *testing.T) {
+	f := newFallback(3, 2)
+	expect := func(after time.Duration, want string) {
+		t.Helper()
+		if f.step(after); f.v.Status.Message != want {
+			t.Errorf("the message is %q, want %q", f.v.Status.Message, want)
+		}
+	}
+	f.step(0)
+	f.images["b3"] = imageOfTest(api.ImageInProgress, 0)
+	f.images["b3"].Status.Progress, f.images["b3"].Status.Message = 30, "reads wait"
+	expect(0, "backup b3 of 2026-01-03T00:00:00Z arrives, 30 %: reads wait")
+	f.images["b3"].Status.State, f.images["b3"].Status.Message = api.ImageFailed, "chunk 7 is damaged"
+	expect(0, "backup b3: chunk 7 is damaged; the standby volume holds backup b1")
+	f.step(failurePatience)
+	f.images["b2"] = imageOfTest(api.ImageInProgress, 0)
+	expect(0, "backup b3: chunk 7 is damaged; backup b2 is fetched instead; the standby volume holds backup b1; "+
+		"backup b2 of 2026-01-02T00:00:00Z arrives, 0 %")
+	f.images["b2"] = imageOfTest(api.ImageReady, 1)
+	f.backups = f.backups[1:]
+	expect(0, "")
 }
 
 // TestSlowRestoresReachAnOlderGoodBackup: when the newest backups fail at the end of restores of almost an hour, a standby
@@ -133,14 +159,14 @@ func TestSlowRestoresReachAnOlderGoodBackup(t *testing.T) {
 			f.expect(t, failurePatience, held+" "+b.then)
 		}
 		f.images["b2"] = imageOfTest(api.ImageInProgress, 0)
-		f.expect(t, 3*retryInterval, held+" b2")
+		f.expect(t, 3*searchInterval, held+" b2")
 		f.images["b2"].Status.State = api.ImageReady
 		f.images["b2"].Status.ReadyCopies = 1
 		f.expect(t, 0, "b2 b4")
 	}
 }
 
-// TestFailedBackupsTakeTurns: when all backups fail, each gets another try in its turn, not before retryInterval.
+// TestFailedBackupsTakeTurns: when all backups fail, each gets another try in its turn, not before searchInterval.
 func TestFailedBackupsTakeTurns(t *testing.T) {
 	f := newFallback(4, 3, 2)
 	for _, b := range f.backups {
@@ -148,31 +174,14 @@ func TestFailedBackupsTakeTurns(t *testing.T) {
 	}
 	f.expect(t, 0, "b1 b4")
 	f.expect(t, 0, "b1 b4")
-	f.expect(t, failurePatience, "b1 b3")
+	f.expect(t, failurePatience, "b1 b3") // the search begins
 	f.expect(t, 0, "b1 b3")
 	f.expect(t, failurePatience, "b1 b2")
 	f.expect(t, 0, "b1 b2")
-	f.expect(t, failurePatience, "b1 b2")
-	for _, turn := range []string{"b1 b4", "b1 b3", "b1 b2", "b1 b4"} {
-		f.expect(t, retryInterval, turn)
-		f.expect(t, 0, turn)
-	}
-}
-
-// TestHealedBackupIsFetchedAgain: a backup that failed, and that a verification no longer finds damaged, counts as
-// untried.
-func TestHealedBackupIsFetchedAgain(t *testing.T) {
-	f := newFallback(4, 3)
-	f.images["b4"], f.images["b3"] = imageOfTest(api.ImageFailed, 0), imageOfTest(api.ImageInProgress, 0)
-	f.expect(t, 0, "b1 b4")
+	f.expect(t, searchInterval-failurePatience-time.Second, "b1 b2")
+	f.expect(t, time.Second, "b1 b4")
 	f.expect(t, 0, "b1 b4")
 	f.expect(t, failurePatience, "b1 b3")
-	f.backups[0].Status.Damaged = true // found after the failure
-	f.expect(t, 0, "b1 b3")
-	f.backups[0].Status.Damaged = false
-	f.expect(t, 0, "b1 b3") // arrives
-	f.images["b3"].Status.State = api.ImageFailed
-	f.expect(t, 0, "b1 b4")
 }
 
 // TestStoreThatIsAwayIsNoFaultOfABackup: while the target is unavailable, and for a while afterwards, a standby volume
@@ -210,25 +219,6 @@ func TestActivationFallsBackToAnOlderBackup(t *testing.T) {
 	kind, _, text := describeChoice(f.v, view, chosen)
 	if kind != "Warning" || !strings.Contains(text, "a newer one: backup b3: chunk 7 is damaged") {
 		t.Errorf("%s: %s", kind, text)
-	}
-}
-
-// TestFloodOfFailingBackupsIsBounded: the status of a standby volume does not grow with backups that fail.
-func TestFloodOfFailingBackupsIsBounded(t *testing.T) {
-	f := newFallback()
-	f.v.Spec.Standby, f.late = false, true
-	for n := range 3 * failureLimit {
-		b := backupOfTest(2)
-		b.Name = fmt.Sprintf("x%d", n)
-		b.Status.URL = api.BackupURL(storeOfTest, b.Name, "db")
-		f.backups = append(f.backups, b)
-		f.images[b.Name] = imageOfTest(api.ImageFailed, 0)
-	}
-	for range 4 * failureLimit {
-		f.step(time.Second)
-	}
-	if n := len(f.v.Status.Standby.Failed); n != failureLimit {
-		t.Errorf("%d failures in the status, want %d", n, failureLimit)
 	}
 }
 
@@ -311,30 +301,27 @@ func TestProgressEndsTheFailureOfARestore(t *testing.T) {
 }
 
 // TestBackupWithoutRoomIsKeptForAWhile: a backup whose content has grown beyond all disks keeps its image for
-// failurePatience, and a whole image stays until there is room or a newer backup fits.
+// failurePatience, however little of it lacks, and longer while no other backup fits.
 func TestBackupWithoutRoomIsKeptForAWhile(t *testing.T) {
-	newest := func(state api.ImageState) *fallback {
-		f := newFallback(3, 2)
+	without := func(backups ...int) *fallback {
+		f := newFallback(backups...)
 		f.full = 65 << 20
 		f.expect(t, 0, "b1 b3")
-		f.images["b3"] = imageOfTest(state, 0)
-		f.images["b3"].Status.VirtualSize, f.images["b3"].Status.Readable = 128<<20, true
+		f.images["b3"] = imageOfTest(api.ImageReady, 1)
+		f.images["b3"].Status.VirtualSize = 128 << 20
 		f.expect(t, 0, "b1 b3")
 		return f
 	}
-	f := newest(api.ImageInProgress)
+	f := without(3, 2)
 	f.backups = append([]*api.Backup{backupOfTest(4)}, f.backups...)
 	f.expect(t, failurePatience-time.Second, "b1 b3")
 	f.expect(t, time.Second, "b1 b4")
-	f = newest(api.ImageInProgress)
-	f.expect(t, failurePatience, "b1 b2")
+	f = without(3, 2)
+	f.v.Status.Standby.Held = nil // a whole image that nobody can use keeps no other one away
+	f.expect(t, failurePatience, " b2")
 
-	f = newest(api.ImageInProgress)
-	f.images["b3"].Status.Progress = almostWhole
-	f.expect(t, failurePatience, "b1 b3")
-	f.images["b3"] = imageOfTest(api.ImageReady, 1)
-	f.images["b3"].Status.VirtualSize = 128 << 20
-	f.expect(t, failurePatience, "b1 b3")
+	f = without(3)
+	f.expect(t, 2*searchInterval, "b1 b3")
 	if s := f.following(); !strings.HasPrefix(s, "False NoRoom: backup b3") {
 		t.Errorf("without room: %s", s)
 	}
