@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"iter"
+	"syscall"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/manifest"
@@ -23,9 +24,9 @@ type Sources func(ctx context.Context, d manifest.Description) iter.Seq2[block.D
 const healedAtOnce = 1024
 
 // Heal stores lost blobs of chunks again, as far as sources have the chunks, and returns the number of durable blobs,
-// also with an error: a source or the repository did not answer, and a later Heal may store more. A fragment is cut out
-// of the chunk. Heal leaves damaged lists of chunks as they are: a full backup of the same content writes these lists
-// again. Heal skips snapshots of other programs. Guests go first.
+// also with an error: a chunk or a source could not be read, or the repository did not answer, and a later Heal may
+// store more. A fragment is cut out of the chunk. Heal leaves damaged lists of chunks as they are: a full backup of the
+// same content writes these lists again. Heal skips snapshots of other programs. Guests go first.
 func Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions, sources Sources) (
 	healed int64, err error) {
 	lock, err := r.Lock(ctx, repo.Shared)
@@ -62,8 +63,8 @@ type healing struct {
 	w       *repo.Writer
 	pacer   *pace.Pacer
 	sources Sources
-	missing map[chunkPlace]bool // chunks that no source has there
-	unread  error               // of the first source that did not answer
+	missing map[chunkPlace]bool // chunks that no source has there, or can read
+	unread  error               // of the first chunk or source that could not be read
 	buffer  []byte
 	healed  int64
 }
@@ -147,7 +148,8 @@ func (h *healing) lostParts(ctx context.Context, c *manifest.Chunk, length int64
 	return lost, nil
 }
 
-// healLost looks for chunks of one volume or image in its sources. A chunk is missing if each source says so.
+// healLost looks for chunks of one volume or image in its sources. A chunk is missing if each source lacks the chunk or
+// has a bad sector there.
 func (h *healing) healLost(ctx context.Context, d manifest.Description, lost []lostChunk) (err error) {
 	if len(lost) == 0 {
 		return nil
@@ -182,8 +184,8 @@ func (h *healing) noteUnread(err error) {
 	}
 }
 
-// takeFrom stores the chunks that a source has, and returns the other chunks. A failure of the source says nothing of
-// the returned chunks.
+// takeFrom stores the chunks that a source has, and returns the other chunks. A bad sector costs the chunk there alone. A
+// failure of the source says nothing of the returned chunks.
 func (h *healing) takeFrom(ctx context.Context, src block.DigestSource, lost []lostChunk) (left []lostChunk, failure,
 	err error) {
 	for i := range lost {
@@ -193,6 +195,9 @@ func (h *healing) takeFrom(ctx context.Context, src block.DigestSource, lost []l
 		switch {
 		case err != nil:
 			return nil, nil, err
+		case isBadSector(failure):
+			h.noteUnread(failure)
+			left = append(left, *c)
 		case failure != nil:
 			return append(left, lost[i:]...), failure, nil
 		case b == nil:
@@ -206,7 +211,11 @@ func (h *healing) takeFrom(ctx context.Context, src block.DigestSource, lost []l
 	return left, nil, nil
 }
 
-// readLost reads a chunk; nil: the source has no such chunk.
+// isBadSector reports whether the failure of a read says nothing about other places of the disk. A disk that hangs
+// returns no EIO: its calls end with an error of package watched.
+func isBadSector(failure error) bool { return errors.Is(failure, syscall.EIO) }
+
+// readLost reads a chunk; nil without a failure: the source has no such chunk.
 func (h *healing) readLost(ctx context.Context, src block.DigestSource, c *lostChunk) (b []byte, failure, err error) {
 	off := c.place.number * block.ChunkSize
 	if off+c.length > src.Size() {
@@ -232,7 +241,9 @@ func (h *healing) readLost(ctx context.Context, src block.DigestSource, c *lostC
 	case api.Is(failure, api.Corrupt): // damage of the disk, which the scrub reports
 		return nil, nil, nil
 	default:
-		h.buffer = nil // a disk that hangs may still write to the memory
+		if !isBadSector(failure) {
+			h.buffer = nil // a disk that hangs may still write to the memory
+		}
 		return nil, api.Errorf(api.KindOf(failure), "chunk %d of %s: cannot be read from its disk: %w", c.place.number,
 			c.place.name, cmp.Or(failure, io.ErrUnexpectedEOF)), nil
 	}

@@ -250,6 +250,63 @@ func TestSourceThatDoesNotAnswerLacksNothing(t *testing.T) {
 	}
 }
 
+// badSectorDisk cannot read some chunks.
+type badSectorDisk struct {
+	*disk
+	bad     []int64
+	failure error
+}
+
+func (d badSectorDisk) ReadAt(p []byte, off int64) (int, error) {
+	n, err := d.disk.ReadAt(p, off)
+	for _, c := range d.bad {
+		if from := c*chunkSize + 4096; from < off+int64(n) && off < (c+1)*chunkSize {
+			return int(max(from-off, 0)), d.failure
+		}
+	}
+	return n, err
+}
+
+// TestBadSectorCostsItsChunkAlone: of four lost chunks the disk cannot read the first and the third. The heal stores the
+// other two, asks for each chunk once although two backups need the chunk, and tells of the failure. A source that fails
+// otherwise, as a disk does that hangs, is asked for no further chunk of the batch.
+func TestBadSectorCostsItsChunkAlone(t *testing.T) {
+	suite.System(t)
+	badSector := &fs.PathError{Op: "read", Path: "data", Err: syscall.EIO}
+	hangs := api.Errorf(api.Unavailable, "disk d: does not answer")
+	for _, c := range []struct {
+		name    string
+		source  func(v *disk) block.DigestSource
+		failure error
+		healed  int64
+		reads   int64
+	}{
+		{"bad sectors", func(v *disk) block.DigestSource { return badSectorDisk{v, []int64{0, 2}, badSector} }, badSector, 2, 4},
+		{"a disk that hangs", func(v *disk) block.DigestSource { return badSectorDisk{v, []int64{1}, hangs} }, hangs, 1, 3},
+	} {
+		w := newWorld(t)
+		v := newDisk(manifest.SegmentSize)
+		v.fill(1, 0, 1, 2, 3)
+		w.backup(v, options("v"))
+		o := options("v")
+		o.Snapshot.Time = time.Unix(1_800_000_000, 0)
+		w.backup(v, o)
+		for i := range int64(4) {
+			w.damagePack(blob.Sum(v.chunks[i]))
+		}
+		damage := w.verify()
+		if len(damage.Snapshots) != 2 {
+			t.Fatalf("damage: %+v", damage)
+		}
+		before := v.reads.Load()
+		healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, yieldNamed("v", c.source(v)))
+		if reads := v.reads.Load() - before; healed != c.healed || reads != c.reads || !errors.Is(err, c.failure) {
+			t.Errorf("%s: %d blobs healed with %d reads, %v; want %d, %d, %v", c.name, healed, reads, err, c.healed, c.reads,
+				c.failure)
+		}
+	}
+}
+
 // TestHealGivesWayToGuests: a heal reads no source while the node's work rests for guests.
 func TestHealGivesWayToGuests(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
