@@ -184,6 +184,34 @@ func TestCopyTakesTheImageAlong(t *testing.T) {
 	offsite.check(3)
 }
 
+// TestFailedImageCopyIsRepeated: the copy of an image's backup failed for good. The next copy of a volume's backup deletes
+// the failed one, makes the copy of the image's backup again, and both are completed.
+func TestFailedImageCopyIsRepeated(t *testing.T) {
+	w, offsite := newPair(t)
+	i := w.newImage("golden", 4*chunk, nil, nil, map[int64][]byte{0: randomBytes(1, 3*chunk)})
+	object := apitest.Volume("v", 6*chunk)
+	object.Spec.BackingImage = "golden"
+	v := w.newVolumeOf(object, map[int64][]byte{0: i.content[:3*chunk]})
+	w.start(nil)
+	w.awaitAvailable("offsite")
+	w.awaitStored(w.backUp("b", i))
+	first := w.newBackup("first", v, 0)
+	w.awaitState(first, api.BackupCompleted)
+	failed := &api.BackupBackingImage{ObjectMeta: apitest.Named(api.ImageBackupName("golden", i.digest, "offsite")),
+		Spec: api.BackupBackingImageSpec{CopyOf: "of-a-deleted-one", BackingImageName: "golden", BackupTargetName: "offsite",
+			Digest: i.digest}}
+	failed.Finalizers = []string{api.Finalizer}
+	w.Create(failed)
+	w.awaitImage(failed, "has an error", func(b *api.BackupBackingImage) bool { return b.Status.State == api.BackupError })
+	w.awaitState(w.newCopy("one", "first", "v", "offsite"), api.BackupCompleted)
+	again := w.awaitImageCopy(failed.Name)
+	if again.UID == failed.UID || again.Spec.CopyOf != "b" {
+		t.Errorf("the image's backup is a copy of %q, UID %s; the failed one has UID %s", again.Spec.CopyOf, again.UID,
+			failed.UID)
+	}
+	offsite.check(2)
+}
+
 // TestWrongCopiesHaveAnError: a copy into the same target, of a missing backup, of another volume, or into Longhorn's
 // store ends at once.
 func TestWrongCopiesHaveAnError(t *testing.T) {

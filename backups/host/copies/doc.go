@@ -1,7 +1,8 @@
 // Package copies makes the Backups and BackupBackingImages with spec.copyOf: it copies backups from one target into
-// another, without reading a volume or an image. The owner of the copy's target (package targets) makes the copy, and
-// is the only writer of its status. With the copy of a volume's backup, the owner creates a copy of the backup of the
-// volume's image, unless the target has a backup of the image's content.
+// another, without reading a volume or an image. The owner of the copy's target (package targets) makes the copy, and is
+// the only writer of its status. With the copy of a volume's backup, the owner creates a copy of the backup of the
+// volume's image, unless the target has a backup of the image's content. The next copy of a volume's backup repeats a
+// failed backup of the image.
 //
 // Invariants:
 //
@@ -32,6 +33,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
@@ -102,6 +104,7 @@ func (r *reconciler) setup(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).Named(r.kind.loopName()).
 		For(r.kind.newObject(), builder.WithPredicates(isCopy)).
 		Watches(r.kind.newObject(), handler.EnqueueRequestsFromMapFunc(r.copiesOf), watch.Updates(ended)).
+		Watches(&api.BackupBackingImage{}, all, builder.WithPredicates(deletions)).
 		Watches(&api.BackupTarget{}, all, watch.Updates(becameAvailable)).
 		Watches(&api.Node{}, all, watch.Updates(returned)).
 		WatchesRawSource(source.Channel(r.jobs.Wake(), handler.EnqueueRequestsFromMapFunc(r.endedAndWaiting))).
@@ -113,6 +116,14 @@ func (r *reconciler) setup(mgr ctrl.Manager) error {
 func ended(old, now client.Object) bool {
 	return old.(api.StoredBackup).Ended() != now.(api.StoredBackup).Ended()
 }
+
+// deletions of failed backups of images, which copies of volumes wait for.
+var deletions = predicate.Funcs{CreateFunc: func(event.CreateEvent) bool { return false },
+	UpdateFunc:  func(event.UpdateEvent) bool { return false },
+	GenericFunc: func(event.GenericEvent) bool { return false },
+	DeleteFunc: func(e event.DeleteEvent) bool {
+		return e.Object.(*api.BackupBackingImage).Status.State == api.BackupError
+	}}
 
 func becameAvailable(old, now client.Object) bool {
 	return !old.(*api.BackupTarget).Status.Available && now.(*api.BackupTarget).Status.Available

@@ -207,16 +207,17 @@ func (r *reconciler) beginAttempt(ctx context.Context, b api.StoredBackup) (ctrl
 		return ctrl.Result{}, putErr
 	case !free && err == nil && st.State == api.BackupInProgress: // of a former process, or of another owner
 		return ctrl.Result{RequeueAfter: r.opts.RetryMax}, nil
+	case err != nil:
+		st.Attempts = max(st.Attempts, begunAttempts(old))
+		return r.postpone(ctx, b, old, err.Error())
 	case !free:
-		st.State, st.Message = api.BackupPending, "waits until node "+r.node+" has made another copy"
-		if err != nil {
-			st.Message, st.Attempts = api.ClipMessage(err.Error()), max(st.Attempts, begunAttempts(old))
-		}
-		_, err := r.putStatus(ctx, b, old)
-		return ctrl.Result{RequeueAfter: originRetry}, err // the end of a copy, or of the origin, wakes the reconciler
+		return r.postpone(ctx, b, old, "waits until node "+r.node+" has made another copy")
 	}
 	if err := r.takeImageAlong(ctx, b, origin); err != nil {
 		release()
+		if api.Is(err, api.Unavailable) {
+			return r.postpone(ctx, b, old, err.Error())
+		}
 		return ctrl.Result{}, err
 	}
 	again := isBegun(b)
@@ -240,6 +241,15 @@ func (r *reconciler) beginAttempt(ctx context.Context, b api.StoredBackup) (ctrl
 	}
 	r.setWork(b.GetName(), w)
 	return ctrl.Result{RequeueAfter: r.opts.ProgressEvery}, nil
+}
+
+// postpone writes why a copy waits. The end of a copy, of the origin or of a failed backup wakes the reconciler.
+func (r *reconciler) postpone(ctx context.Context, b api.StoredBackup, old *api.CommonBackupStatus, why string) (
+	ctrl.Result, error) {
+	st := b.Common()
+	st.State, st.Message = api.BackupPending, api.ClipMessage(why)
+	_, err := r.putStatus(ctx, b, old)
+	return ctrl.Result{RequeueAfter: originRetry}, err
 }
 
 // begunAttempts keeps isBegun true for a copy that waits again.
