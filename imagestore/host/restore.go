@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"slices"
 
 	"k8s.io/client-go/util/workqueue"
 	ctrl "sigs.k8s.io/controller-runtime"
@@ -12,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/watch"
 	"drover.io/drover/block"
 	"drover.io/drover/imagestore/host/restoring"
 	"drover.io/drover/imagestore/importer"
@@ -186,6 +188,33 @@ func isHealed(was, is *api.VerificationFact) bool {
 		seen = 0
 	}
 	return is.HealedBlobs > seen || is.DamagedBlobs < was.DamagedBlobs
+}
+
+// attachedLayers lists the layers below attached volumes that this node reads in backups.
+func (n *copyReconciler) attachedLayers(ctx context.Context) (layers []restoring.AttachedLayer) {
+	var copies api.ImageCopyList
+	if err := n.List(ctx, &copies, client.UnsafeDisableDeepCopy); err != nil {
+		n.log.Warn("image copies cannot be listed; no restore has precedence", "err", err)
+		return nil
+	}
+	for i := range copies.Items {
+		c := &copies.Items[i]
+		if c.Spec.Node != n.node || !c.Status.Readable || len(c.Spec.Layers) == 0 || c.DeletionTimestamp != nil {
+			continue
+		}
+		var volumes api.VolumeList
+		if err := n.List(ctx, &volumes, client.MatchingFields{watch.ByImage: c.Spec.Image},
+			client.UnsafeDisableDeepCopy); err != nil {
+			n.log.Warn("the volumes of an image cannot be listed; its restore has no precedence", "image", c.Spec.Image,
+				"err", err)
+			continue
+		}
+		if slices.ContainsFunc(volumes.Items, func(v api.Volume) bool { return v.Status.AttachedNode != "" }) {
+			layers = append(layers, restoring.AttachedLayer{Disk: string(c.Spec.Disk), UID: string(c.Spec.Layers[0]),
+				Size: c.Status.VirtualSize})
+		}
+	}
+	return layers
 }
 
 // localDisks lists the open disks of the node.

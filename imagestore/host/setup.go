@@ -31,7 +31,7 @@ func Setup(mgr ctrl.Manager, nodeName string, disks func(api.UID) (block.Layers,
 		transfers: newTransferSet(o.Parallel, o.ProgressEvery), records: map[string]*statusRecord{},
 		verifications: map[string]verification{}, suspects: map[string]bool{}}
 	n.restoring = restoring.NewSet(restoring.Options{Log: o.Log, PauseMin: o.RetryMin / 5, Stall: o.RestoreStall,
-		Disks: n.localDisks})
+		Disks: n.localDisks, Attached: n.attachedLayers})
 	for _, r := range []manager.Runnable{uploads, n.restoring} {
 		if err := mgr.Add(r); err != nil {
 			return err

@@ -236,9 +236,50 @@ func TestPlansAreBounded(t *testing.T) {
 	w.set.Remove(w.disk.UID(), w.uid())
 	must(t, <-ended)
 	w.end()
-	if w.set.planned != 0 {
-		t.Errorf("%d bytes stay taken", w.set.planned)
+	if n := len(w.set.plans); n != 0 {
+		t.Errorf("the digests of %d layers stay", n)
 	}
+}
+
+// TestDigestsOfAttachedVolumesComeFirst: after a restart, the restore of a backup that no attached volume stands on begins
+// first, and leaves the memory for digests to the layer below an attached volume. A layer with enough memory beside does
+// not wait.
+func TestDigestsOfAttachedVolumesComeFirst(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, newStore(3*chunk))
+	w.set.PlanMemory = planSize(4 * chunk)
+	on, uid := newDisk(t), string(api.NewUID())
+	var detached atomic.Bool
+	w.set.Attached = func(context.Context) []AttachedLayer {
+		if detached.Load() {
+			return nil
+		}
+		return []AttachedLayer{{on.UID(), uid, 2 * chunk}}
+	}
+	ended := make(chan error, 1)
+	go func() {
+		_, _, _, err := w.l.Open(t.Context())
+		ended <- err
+	}()
+	for idle := false; !idle; runtime.Gosched() {
+		var why string
+		if why, idle = w.l.Problem(); idle && !strings.Contains(why, "attached volumes leave 64") {
+			t.Errorf("the restore waits: %s", why)
+		}
+	}
+	small := w.set.Add(newDisk(t), string(api.NewUID()), newStore(2*chunk).open)
+	_, _, readable, err := small.Open(t.Context())
+	must(t, err)
+	attached := w.set.Add(on, uid, newStore(2*chunk).open)
+	_, _, also, err := attached.Open(t.Context())
+	must(t, err)
+	if !readable || !also {
+		t.Errorf("the layers are readable: %v, %v", readable, also)
+	}
+	detached.Store(true)
+	w.set.Remove(small.on.UID(), small.uid)
+	w.set.Remove(on.UID(), uid)
+	must(t, <-ended)
 }
 
 // TestReadersDoNotWaitForARenewal: while a backup with damage is opened again, which takes long, readers get intact

@@ -44,7 +44,6 @@ type Layer struct {
 	heal      time.Duration // the pause before renew
 	waits     chan struct{} // closed and replaced when a wait for renew ends early
 	idle      error         // why the restore waits for the store; nil: it does not
-	reserved  int64         // of the Set's memory, for the plan
 	reads     map[int64]*read
 	recent    []int64         // the last chunks that readers asked for
 	damaged   map[int64]error // of readers
@@ -57,6 +56,9 @@ func newLayer(s *Set, on block.Layers, uid string, open func(context.Context) (b
 	l.ctx, l.cancel = context.WithCancel(s.ctx)
 	return l
 }
+
+// is reports whether the layer is below an attached volume.
+func (l *Layer) is(a AttachedLayer) bool { return a.UID == l.uid && a.Disk == l.on.UID() }
 
 // openBackup is an open backup with its users. Layer.mu guards the fields.
 type openBackup struct {
@@ -212,17 +214,17 @@ func (l *Layer) planOnce(b block.Backup) error {
 		return nil
 	}
 	size := planSize(min(b.Size(), api.MaxVolumeSize))
-	if err := l.set.reservePlan(size); err != nil {
+	if err := l.set.reservePlan(l.ctx, l, size); err != nil {
 		return err
 	}
 	p, err := newPlan(l.ctx, l.on, b)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if p == nil || err != nil || l.ended {
-		l.set.releasePlan(size)
+		l.set.releasePlan(l)
 		return err
 	}
-	l.plan, l.reserved = p, size
+	l.plan = p
 	return nil
 }
 
@@ -359,7 +361,7 @@ func (l *Layer) end() {
 	l.mu.Lock()
 	l.ended = true
 	l.drop(l.continues)
-	l.set.releasePlan(l.reserved)
+	l.set.releasePlan(l)
 	l.mu.Unlock()
 	l.cancel()
 	l.set.forget(l)

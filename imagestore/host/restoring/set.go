@@ -34,6 +34,14 @@ type Options struct {
 	PlanMemory int64
 	// Disks lists the disks of the node, in whose layers restores look for chunks; nil: only the layer's own disk.
 	Disks func(context.Context) []block.Layers
+	// Attached lists the restoring layers below attached volumes, whose digests have precedence; nil: none has.
+	Attached func(context.Context) []AttachedLayer
+}
+
+// AttachedLayer is a restoring layer below an attached volume.
+type AttachedLayer struct {
+	Disk, UID string
+	Size      int64 // of the backup, in bytes
 }
 
 // Set has the restoring layers of a node.
@@ -48,10 +56,10 @@ type Set struct {
 	mu      sync.Mutex
 	closed  bool
 	layers  map[layerKey]*Layer
-	cache   []cachedChunk // the last use comes last
-	readers int           // reads that a caller waits for
-	planned int64         // bytes of the digests of all layers
-	idle    chan struct{} // closed when readers becomes 0
+	cache   []cachedChunk    // the last use comes last
+	readers int              // reads that a caller waits for
+	plans   map[*Layer]int64 // bytes of the layers' digests
+	idle    chan struct{}    // closed when readers becomes 0
 }
 
 type layerKey struct{ disk, uid string }
@@ -82,7 +90,7 @@ func NewSet(o Options) *Set {
 	if o.Stall <= 0 {
 		o.Stall = 10 * time.Minute
 	}
-	s := &Set{Options: o, layers: map[layerKey]*Layer{}, idle: make(chan struct{}),
+	s := &Set{Options: o, layers: map[layerKey]*Layer{}, plans: map[*Layer]int64{}, idle: make(chan struct{}),
 		reading: make(chan struct{}, readsAtOnce), ahead: make(chan struct{}, aheadAtOnce)}
 	close(s.idle)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
@@ -175,23 +183,49 @@ func (s *Set) Healed() {
 	}
 }
 
-// reservePlan takes n bytes for the digests of a layer, or returns an error of kind busy.
-func (s *Set) reservePlan(n int64) error {
+// reservePlan takes n bytes for the digests of a layer, or returns an error of kind busy. After a restart, layers leave
+// the memory to those below attached volumes that have no digests yet.
+func (s *Set) reservePlan(ctx context.Context, l *Layer, n int64) error {
+	var attached []AttachedLayer
+	if s.Attached != nil {
+		attached = s.Attached(ctx)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.planned+n > s.PlanMemory {
-		return api.Errorf(api.Busy, "the digests of the chunks need %s of memory, and the restores of this node have "+
-			"%s of %s left; the restore continues when others have ended", api.SizeText(n),
-			api.SizeText(s.PlanMemory-s.planned), api.SizeText(s.PlanMemory))
+	left := s.PlanMemory
+	for _, taken := range s.plans {
+		left -= taken
 	}
-	s.planned += n
+	if !slices.ContainsFunc(attached, l.is) {
+		for _, a := range attached {
+			if !s.hasPlan(a) {
+				left -= planSize(a.Size)
+			}
+		}
+	}
+	if n > left {
+		return api.Errorf(api.Busy, "the digests of the chunks need %s of memory, and the restores of this node and those "+
+			"of attached volumes leave %s of %s; the restore continues when others have ended", api.SizeText(n),
+			api.SizeText(max(left, 0)), api.SizeText(s.PlanMemory))
+	}
+	s.plans[l] = n
 	return nil
 }
 
-func (s *Set) releasePlan(n int64) {
+// hasPlan reports whether a layer has memory for its digests. The caller has mu.
+func (s *Set) hasPlan(a AttachedLayer) bool {
+	for l := range s.plans {
+		if l.is(a) {
+			return true
+		}
+	}
+	return false
+}
+
+func (s *Set) releasePlan(l *Layer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.planned -= n
+	delete(s.plans, l)
 }
 
 func (s *Set) find(disk, uid string) *Layer {
