@@ -157,7 +157,7 @@ func (a *attempt) options(ctx context.Context, w *work, of content, size, rate i
 		FragmentSize: fragmentSize,
 		Progress:     &w.progress,
 	}
-	shareMemory(&o, a.opts.Memory, a.places, rate)
+	shareMemory(&o, a.repositories.Memory().Backups, a.places, rate)
 	o.Writer.Pacer = a.pacer
 	return o, nil
 }

@@ -16,10 +16,9 @@
 //     releases the holds that a killed process left: no unfinished backup needs them, and no work uses them (package
 //     holders).
 //
-// Memory: the backups and restores of a node share Options.Memory (256 MiB). Restores have a quarter, for as many
-// requests of 8 MiB at once. Each place of a backup has an equal part of the rest: a buffer of 2 MiB for each of its
-// workers (two for each processor, at most 16), and four packs of at most 32 MiB, at least 4 MiB. A copy has 64 MiB
-// besides, and a verification, a heal and a sweep of a target 32 MiB each.
+// Memory: all works of a node share Options.Memory (targets.Memory, 256 MiB). Each place of a backup has an equal share
+// of the part for backups: a buffer of 2 MiB for each of its workers (two for each processor, at most 16), and four packs
+// of at most 32 MiB, at least 4 MiB. A backup that finds no memory waits.
 //
 // Goroutines: the reconciler and the collector are the manager's. Works run in goroutines of the workSet, a Runnable of
 // the manager that waits for all of them. A work never writes the status of a Backup.

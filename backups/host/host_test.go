@@ -18,39 +18,43 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/mover"
-	"drover.io/drover/backups/repo"
 	"drover.io/drover/block"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// TestMemoryIsShared: the buffers of all places and restores together have the node's memory, and each backup fills one
-// pack while it sends others.
+// TestMemoryIsShared: the parts of the memory have its size together, the buffers of all places of backups have their
+// part, and each backup fills one pack while it sends others.
 func TestMemoryIsShared(t *testing.T) {
-	const memory = 256 << 20
-	restores := int64(Options{}.ForTargets().Runs) * (repo.RunLength + block.ChunkSize)
+	for _, size := range []int64{256 << 20, 1 << 20} {
+		m := Options{Memory: size}.ForTargets().Memory
+		if sum := m.Reads.Size() + m.Backups.Size() + m.Copies.Size() + m.Maintenance.Size(); sum != max(size, 192<<20) {
+			t.Errorf("%d bytes have parts of %d bytes", size, sum)
+		}
+	}
+	memory := Options{}.ForTargets().Memory.Backups
 	for _, c := range []struct {
 		places   int
 		rate     int64
 		packSize int // 0: any
 	}{
-		{1, 0, 32 << 20},
+		{1, 0, 0},
 		{2, 0, 0},
 		{4, 0, 0},
 		{100, 0, 4 << 20}, // more than the node's memory: a smaller pack has no room for a chunk
 		{1, 2 << 20, 8 << 20},
 		{1, 1 << 10, 4 << 20},
-		{1, 1 << 40, 32 << 20},
+		{1, 1 << 40, 0},
 	} {
 		var o mover.BackupOptions
 		shareMemory(&o, memory, c.places, c.rate)
 		size := o.Writer.PackSize
-		if c.packSize > 0 && size != c.packSize || size < smallestPack || size%block.Size != 0 ||
-			o.Writer.Memory/int64(size) != packsPerBackup || o.Workers < 2 || o.Workers > 16 {
+		if c.packSize > 0 && size != c.packSize || size < 4<<20 || size%block.Size != 0 ||
+			o.Writer.Memory/int64(size) != 4 || o.Workers < 2 || o.Workers > 16 || o.Writer.Budget != memory {
 			t.Errorf("%d places, %d bytes per second: %d workers, %+v", c.places, c.rate, o.Workers, o.Writer)
 		}
-		backups := int64(c.places) * (o.Writer.Memory + int64(o.Workers)*block.ChunkSize)
-		if backups+restores > memory && c.places <= 4 {
-			t.Errorf("%d places: %d bytes for backups, %d for restores", c.places, backups, restores)
+		backups := int64(c.places) * (o.Writer.Memory + o.Writer.Beside)
+		if backups > memory.Size() && c.places <= 2 || o.Writer.Beside != int64(o.Workers)*block.ChunkSize {
+			t.Errorf("%d places: %d bytes for backups of %d", c.places, backups, memory.Size())
 		}
 	}
 }

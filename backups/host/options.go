@@ -13,6 +13,7 @@ import (
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/block"
+	"drover.io/drover/block/budget"
 	"drover.io/drover/block/pace"
 )
 
@@ -29,7 +30,8 @@ type Options struct {
 	Version string
 	// Guests counts the requests of the node's volumes; nil: backups and heals never wait for guests.
 	Guests func(context.Context) (pace.GuestIO, error)
-	// Memory bounds the buffers of all backups and restores of the node, in bytes; 256 MiB.
+	// Memory bounds the buffers of all backups, restores, copies, sweeps, heals and verifications of the node, in bytes, at
+	// least 192 MiB; 256 MiB.
 	Memory int64
 	// RetryMin and RetryMax bound the pause after a failure, which doubles with each failure: 5 s to 5 min.
 	RetryMin, RetryMax time.Duration
@@ -50,9 +52,6 @@ func (o Options) withDefaults() Options {
 	}
 	if o.Targets.Log == nil {
 		o.Targets.Log = o.Log
-	}
-	if o.Memory <= 0 {
-		o.Memory = repo.DefaultMemory
 	}
 	if o.RetryMin <= 0 {
 		o.RetryMin = 5 * time.Second
@@ -81,30 +80,25 @@ func (o Options) NewPacer(c client.Reader) *pace.Pacer {
 }
 
 const (
-	packsPerBackup = 4       // so that two are sent while others are filled
-	smallestPack   = 4 << 20 // a pack has room for a chunk
-	mostWorkers    = 16
-	restorePart    = 4 // a part of the memory is left to restores, as a divisor
-	secondsAPack   = 4 // a pack is sent at once, also below a limit of the upload rate
+	mostWorkers  = 16
+	secondsAPack = 4 // a pack is sent at once, also below a limit of the upload rate
 )
 
-// ForTargets are the options of the work for BackupTargets. Restores make so many large requests at once as have room
-// in their part of the memory: each has its bytes as the store returned them, and a chunk of plain bytes.
+// ForTargets are the options of the work for BackupTargets.
 func (o Options) ForTargets() targets.Options {
 	o = o.withDefaults()
-	o.Targets.Runs = max(int(o.Memory/restorePart/(repo.RunLength+block.ChunkSize)), 1)
+	if o.Targets.Memory == nil {
+		o.Targets.Memory = targets.NewMemory(o.Memory)
+	}
 	return o.Targets
 }
 
-// shareMemory gives a backup its share of the node's memory. rate is the limit of the upload rate; 0: none.
-func shareMemory(o *mover.BackupOptions, memory int64, places int, rate int64) {
+// shareMemory gives a backup its share of the memory of all backups. rate is the limit of the upload rate; 0: none.
+func shareMemory(o *mover.BackupOptions, memory *budget.Part, places int, rate int64) {
 	o.Workers = min(2*runtime.GOMAXPROCS(0), mostWorkers)
-	share := (memory - memory/restorePart) / int64(places)
-	share -= int64(o.Workers) * block.ChunkSize
-	size := min(max(share/packsPerBackup, smallestPack), repo.DefaultPackSize)
+	largest := int64(repo.DefaultPackSize)
 	if rate > 0 {
-		size = min(size, max(rate*secondsAPack, smallestPack))
+		largest = min(largest, rate*secondsAPack)
 	}
-	o.Writer.PackSize = int(size) / block.Size * block.Size
-	o.Writer.Memory = packsPerBackup * size
+	o.Writer = targets.WriterOf(memory, memory.Size()/int64(places), int64(o.Workers)*block.ChunkSize, largest)
 }

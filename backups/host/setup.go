@@ -30,7 +30,7 @@ func Setup(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDis
 	m := &maker{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, disks: disks, repositories: repositories,
 		opts: o, events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backups"), holders: h,
 		works: newWorkSet(), pacer: pacer}
-	if err := copies.Setup(mgr, node, repositories, copies.Options{Log: o.Log, Version: o.Version, Memory: o.Memory,
+	if err := copies.Setup(mgr, node, repositories, copies.Options{Log: o.Log, Version: o.Version,
 		RetryMin: o.RetryMin, RetryMax: o.RetryMax, ProgressEvery: o.ProgressEvery, Now: time.Now}); err != nil {
 		return err
 	}

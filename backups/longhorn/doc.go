@@ -36,6 +36,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target"
+	"drover.io/drover/block/budget"
 )
 
 // Folders and names of a store.
@@ -60,10 +61,13 @@ const (
 type Store struct {
 	store target.Store
 	cache string // folder for the lists of blocks of open backups
+
+	// Reads bounds the memory of the blocks that restores read; nil: no bound but that of each restore.
+	Reads *budget.Part
 }
 
 // New returns the reader of a store. cache is a folder for files without a name.
-func New(store target.Store, cache string) *Store { return &Store{store, cache} }
+func New(store target.Store, cache string) *Store { return &Store{store: store, cache: cache} }
 
 // Name names a backup of a volume.
 type Name struct{ Volume, Backup string }

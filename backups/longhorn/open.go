@@ -11,6 +11,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/block"
+	"drover.io/drover/block/budget"
 )
 
 // mostPlaces bounds an extent, so that a hostile list makes no search long.
@@ -31,6 +32,7 @@ type Opened struct {
 	list     [sha256.Size]byte // names the list of blocks of an image
 	ctx      context.Context
 	cache    blockCache
+	reads    *budget.Part // for the blocks of a restore
 
 	total, done atomic.Int64
 }
@@ -47,7 +49,7 @@ func (s *Store) OpenBackup(ctx context.Context, n Name, images *Images) (*Opened
 	if err != nil {
 		return nil, err
 	}
-	o := &Opened{store: s.store, object: fmt.Sprintf("Longhorn's backup %s of volume %s", n.Backup, n.Volume),
+	o := &Opened{store: s.store, reads: s.Reads, object: fmt.Sprintf("Longhorn's backup %s of volume %s", n.Backup, n.Volume),
 		cfg: backupFile(n), pool: volumeFolder(n.Volume) + "blocks/", ctx: ctx}
 	b, err := s.readBackup(ctx, n, func(b *Backup, offset int64, sum string) error {
 		return o.add(s.cache, v.Size, b.size(), offset, sum)
@@ -68,7 +70,7 @@ func (s *Store) OpenImage(ctx context.Context, name string) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	o := &Opened{store: s.store, object: "Longhorn's backing image " + name, cfg: imageFileOf(name), pool: imageBlocks,
+	o := &Opened{store: s.store, reads: s.Reads, object: "Longhorn's backing image " + name, cfg: imageFileOf(name), pool: imageBlocks,
 		method: img.method, checksum: img.Checksum, ctx: ctx}
 	list := sha256.New()
 	_, err = s.readImage(ctx, name, func(offset int64, sum string) error {

@@ -53,10 +53,6 @@ func (r *restore) run(ctx context.Context) error {
 		return err
 	}
 	readers := int(min(max(restoreMemory/(2*blockSize), 1), mostReaders))
-	buffers := make(chan []byte, readers)
-	for range readers {
-		buffers <- nil
-	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer context.AfterFunc(o.ctx, func() { cancel(context.Cause(o.ctx)) })()
@@ -68,16 +64,12 @@ func (r *restore) run(ctx context.Context) error {
 			return work.Err()
 		}
 		group.Go(func() error {
-			buffer := <-buffers
-			if buffer == nil {
-				buffer = block.AlignedBuffer(int(blockSize))
-			}
-			err := r.part(work, off, buffer[:n])
+			release, err := o.reads.Reserve(work, 2*blockSize)
 			if err != nil {
-				buffer = nil // a disk that answers late may still write there
+				return err
 			}
-			buffers <- buffer
-			return err
+			defer release()
+			return r.part(work, off, block.AlignedBuffer(int(blockSize))[:n])
 		})
 		return work.Err()
 	})

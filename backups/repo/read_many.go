@@ -53,7 +53,7 @@ func (b *Blobs) ReadWanted(ctx context.Context, kind blob.Kind, ids []blob.ID, w
 	group.SetLimit(runReaders)
 	for _, run := range splitRuns(found) {
 		group.Go(func() error {
-			release, err := b.r.acquireRun(ctx)
+			release, err := b.r.reserveRun(ctx)
 			if err != nil {
 				return err
 			}
@@ -96,17 +96,9 @@ func (b *Blobs) findMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
 	return sorted, nil
 }
 
-// acquireRun waits for one of the places of Options.Runs.
-func (r *Repository) acquireRun(ctx context.Context) (release func(), err error) {
-	if r.options.Runs == nil {
-		return func() {}, nil
-	}
-	select {
-	case r.options.Runs <- struct{}{}:
-		return func() { <-r.options.Runs }, nil
-	case <-ctx.Done():
-		return nil, context.Cause(ctx)
-	}
+// reserveRun reserves the memory of one request, and of a plain chunk.
+func (r *Repository) reserveRun(ctx context.Context) (release func(), err error) {
+	return r.options.Reads.Reserve(ctx, RunLength+block.ChunkSize)
 }
 
 // splitRuns splits sorted blobs into those that one request reads.

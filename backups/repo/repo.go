@@ -13,6 +13,7 @@ import (
 	"drover.io/drover/backups/repo/cache"
 	"drover.io/drover/backups/repo/keys"
 	"drover.io/drover/backups/target"
+	"drover.io/drover/block/budget"
 )
 
 // formatVersion is the only version of the format that this package reads and writes.
@@ -29,9 +30,9 @@ type Options struct {
 	Hostname string // who locks and adds passwords; empty: the name of the machine
 	Username string // empty: drover
 	Owner    string // whom the sessions work for; see RestoredByOthers
-	// Runs has a place for each request of ReadMany at once, of RunLength bytes, in all repositories with this channel.
-	// Nil: no bound but that of each ReadMany.
-	Runs chan struct{}
+	// Reads bounds the memory of the requests for parts of packs that ReadMany, Sweep and Verify make; nil: no bound but
+	// that of each call.
+	Reads *budget.Part
 }
 
 // Repository is an open repository. Methods are safe for concurrent use.

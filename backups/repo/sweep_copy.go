@@ -108,26 +108,39 @@ func (s *sweep) copyPack(ctx context.Context, w *Writer, blobs []*foundBlob) (wh
 	scratch := scratchPool.Get().(*[]byte)
 	defer scratchPool.Put(scratch)
 	for _, run := range splitRuns(blobs) {
-		from, last := int64(run[0].Offset), run[len(run)-1]
-		sealed, err := readRange(ctx, s.r.store, packName(last.Pack), from, int64(last.Offset)+int64(last.Length)-from)
-		if IsDamage(err) {
-			return false, nil
-		}
-		if err != nil {
+		if sound, err := s.copyRun(ctx, w, run, scratch); err != nil || !sound {
 			return false, err
 		}
-		for _, f := range run {
-			at := int64(f.Offset) - from
-			stored, plain, err := s.r.openStored(f.Location, sealed[at:at+int64(f.Length)], *scratch)
-			if err != nil || len(stored) > w.blobLimit() {
-				return false, nil //nolint:nilerr // the pack stays, and verification reports damage
-			}
-			if f.Plain > 0 && cap(plain) > cap(*scratch) {
-				*scratch = plain[:0]
-			}
-			if err := w.store(ctx, f.Kind, f.ID, stored, int(f.Plain), int64(len(plain))); err != nil {
-				return false, w.fail(err)
-			}
+	}
+	return true, nil
+}
+
+// copyRun copies neighbours. sound is false if one of them is damaged.
+func (s *sweep) copyRun(ctx context.Context, w *Writer, run []*foundBlob, scratch *[]byte) (sound bool, err error) {
+	release, err := s.r.reserveRun(ctx)
+	if err != nil {
+		return false, err
+	}
+	defer release()
+	from, last := int64(run[0].Offset), run[len(run)-1]
+	sealed, err := readRange(ctx, s.r.store, packName(last.Pack), from, int64(last.Offset)+int64(last.Length)-from)
+	if IsDamage(err) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	for _, f := range run {
+		at := int64(f.Offset) - from
+		stored, plain, err := s.r.openStored(f.Location, sealed[at:at+int64(f.Length)], *scratch)
+		if err != nil || len(stored) > w.blobLimit() {
+			return false, nil //nolint:nilerr // the pack stays, and verification reports damage
+		}
+		if f.Plain > 0 && cap(plain) > cap(*scratch) {
+			*scratch = plain[:0]
+		}
+		if err := w.store(ctx, f.Kind, f.ID, stored, int(f.Plain), int64(len(plain))); err != nil {
+			return false, w.fail(err)
 		}
 	}
 	return true, nil

@@ -167,6 +167,11 @@ func (r *Repository) verifyPack(ctx context.Context, limit *rate.Limiter, p inde
 			return 0, err
 		}
 	}
+	release, err := r.options.Reads.Reserve(ctx, min(o.Size, wholePack))
+	if err != nil {
+		return 0, err
+	}
+	defer release()
 	var body []byte
 	get := func(off, n int64) ([]byte, error) { return readRange(ctx, r.store, packName(p.id), off, n) }
 	if o.Size <= wholePack {

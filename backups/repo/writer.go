@@ -12,6 +12,7 @@ import (
 	"drover.io/drover/backups/repo/pack"
 	"drover.io/drover/backups/repo/tree"
 	"drover.io/drover/block"
+	"drover.io/drover/block/budget"
 	"drover.io/drover/block/pace"
 )
 
@@ -30,10 +31,12 @@ const (
 
 // WriterOptions bound a Writer.
 type WriterOptions struct {
-	PackSize int         // bytes of a full pack; 0: DefaultPackSize
-	Memory   int64       // bytes of all packs that are filled or sent, at least three packs; 0: DefaultMemory
-	Pacer    *pace.Pacer // of the node, for packs; nil: never waits
-	Lock     *Lock       // of the session: a sweep leaves the packs of a session that runs alone; nil in tests
+	PackSize int          // bytes of a full pack; 0: DefaultPackSize
+	Memory   int64        // bytes of all packs that are filled or sent, at least three packs; 0: DefaultMemory
+	Pacer    *pace.Pacer  // of the node, for packs; nil: never waits
+	Budget   *budget.Part // has the packs until Close; nil: no bound
+	Beside   int64        // bytes of other buffers of the session, which the Writer reserves, too
+	Lock     *Lock        // of the session: a sweep leaves the packs of a session that runs alone; nil in tests
 }
 
 // WriterStats counts the work of a Writer.
@@ -52,6 +55,7 @@ type Writer struct {
 	packSize int
 	lock     *Lock
 	pacer    *pace.Pacer
+	release  func() // of the memory
 
 	ctx        context.Context // ends with the session, with the first error and with Close
 	end        context.CancelCauseFunc
@@ -79,8 +83,8 @@ type openPack struct {
 	done    chan struct{}
 }
 
-// NewWriter starts a Writer within a session: session is Lock.Context, and blobs were loaded under this lock. The
-// caller closes the Writer.
+// NewWriter starts a Writer within a session: session is Lock.Context, and blobs were loaded under this lock. NewWriter
+// waits for the memory of the session. The caller closes the Writer.
 func NewWriter(session context.Context, blobs *Blobs, o WriterOptions) (*Writer, error) {
 	if o.PackSize == 0 {
 		o.PackSize = DefaultPackSize
@@ -92,7 +96,11 @@ func NewWriter(session context.Context, blobs *Blobs, o WriterOptions) (*Writer,
 		return nil, api.Errorf(api.Invalid, "packs of %d bytes: not allowed; at most %d are", o.PackSize, largestPack)
 	}
 	packs := int(min(max(o.Memory/int64(o.PackSize), 3), mostPacks))
-	w := &Writer{r: blobs.r, blobs: blobs, packSize: o.PackSize, lock: o.Lock, pacer: o.Pacer,
+	release, err := o.Budget.Reserve(session, int64(packs)*int64(o.PackSize)+o.Beside)
+	if err != nil {
+		return nil, err
+	}
+	w := &Writer{r: blobs.r, release: release, blobs: blobs, packSize: o.PackSize, lock: o.Lock, pacer: o.Pacer,
 		buffers: make(chan []byte, packs), allowed: make(chan struct{}, packs), uploads: make(chan *openPack, packs),
 		pending: map[blobHandle]struct{}{}, unfinished: map[*openPack]struct{}{}}
 	for range packs {
@@ -442,6 +450,7 @@ func (w *Writer) Flush(ctx context.Context) error {
 func (w *Writer) Close() error {
 	w.end(errWriterClosed)
 	w.goroutines.Wait()
+	w.release()
 	if err := w.failure(); err != errWriterClosed { //nolint:errorlint // identity: the error of this Close alone
 		return err
 	}

@@ -17,13 +17,8 @@ import (
 	"drover.io/drover/block"
 )
 
-// Shares of a copy in Options.Memory.
-const (
-	memoryShare = 4
-	packs       = 4
-	leastPack   = 4 << 20
-	readers     = 4 // chunks of a backup of Longhorn that are read at once
-)
+// readers is how many chunks of a backup of Longhorn are read at once.
+const readers = 4
 
 // outcome is the result of a work.
 type outcome struct {
@@ -119,11 +114,10 @@ func (a *attempt) adopt(ctx context.Context, r *repo.Repository, o *outcome) (fo
 	return found, nil
 }
 
-// writer bounds the packs of the copy.
-func (a *attempt) writer() repo.WriterOptions {
-	memory := a.opts.Memory / memoryShare
-	size := min(max(memory/packs, leastPack), repo.DefaultPackSize)
-	return repo.WriterOptions{PackSize: int(size) / block.Size * block.Size, Memory: max(memory, packs*size)}
+// writer bounds the packs of the copy, beside bytes of other buffers.
+func (a *attempt) writer(beside int64) repo.WriterOptions {
+	memory := a.repositories.Memory().Copies
+	return targets.WriterOf(memory, memory.Size(), beside, repo.DefaultPackSize)
 }
 
 // finishFacts makes the facts of the origin those of the copy, and confirms that this node still makes the copy.
@@ -156,7 +150,7 @@ func (a *attempt) copyRepository(ctx context.Context, id blob.ID, to *repo.Repos
 	}
 	defer from.Close()
 	result, err = mover.Copy(ctx, from.Repository, id, to, mover.CopyOptions{Hostname: a.node,
-		Program: "drover " + a.opts.Version, Writer: a.writer(), Progress: a.progress,
+		Program: "drover " + a.opts.Version, Writer: a.writer(0), Progress: a.progress,
 		Tags: func(ctx context.Context, origin repo.Snapshot, result mover.Result) ([]string, error) {
 			facts, ok := tags.Parse(origin.Tags)
 			if !ok {
@@ -213,7 +207,7 @@ func (a *attempt) copyLonghorn(ctx context.Context, id blob.ID, to *repo.Reposit
 		Tags: func(ctx context.Context, result mover.Result) ([]string, error) {
 			return a.finishFacts(ctx, &o.facts, result)
 		},
-		Workers: readers, Writer: a.writer(), Progress: a.progress})
+		Workers: readers, Writer: a.writer(readers * block.ChunkSize), Progress: a.progress})
 }
 
 // removal removes what an unfinished copy left in the repository.

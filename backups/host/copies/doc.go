@@ -14,8 +14,7 @@
 //   - The origin's repository is locked for the whole copy, so the origin may be deleted meanwhile.
 //   - A store of Longhorn is only read.
 //
-// Memory: a node makes one copy at a time, of whatever kind, and fills packs of a quarter of Options.Memory (64 MiB)
-// for the copy.
+// Memory: a node makes one copy at a time, of whatever kind, in the Copies part of targets.Memory (32 MiB).
 //
 // Goroutines: the two reconcilers, one for each kind, are the manager's. Copies run in goroutines of targets.Jobs, a
 // Runnable of the manager.
@@ -51,7 +50,6 @@ import (
 type Options struct {
 	Log     *slog.Logger
 	Version string // of Drover
-	Memory  int64  // bytes of the packs of all backups of the node
 	// RetryMin and RetryMax bound the pause after a failure, which doubles with each failure.
 	RetryMin, RetryMax time.Duration
 	ProgressEvery      time.Duration // between two reports

@@ -272,7 +272,9 @@ func (r *Repositories) withLonghorn(ctx context.Context, name string, open func(
 	if err != nil {
 		return nil, openError(t, err)
 	}
-	if err := open(longhorn.New(c.store, c.options.Cache)); err != nil {
+	store := longhorn.New(c.store, c.options.Cache)
+	store.Reads = c.options.Reads
+	if err := open(store); err != nil {
 		r.closeConnection(c)
 		return nil, openError(t, err)
 	}

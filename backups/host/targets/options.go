@@ -29,8 +29,8 @@ type Options struct {
 	SweepDelay time.Duration
 	// SweepPoll is the interval of a sweep between two looks at the sessions that the sweep waits for; 5 s.
 	SweepPoll time.Duration
-	// Runs is how many large requests all restores of the node make at once, of repo.RunLength bytes; 6.
-	Runs int
+	// Memory of all works of the node; NewMemory(0).
+	Memory *Memory
 	// RecheckDelay is how long a look for damage waits for further nodes after a node healed blobs; 1 min.
 	RecheckDelay time.Duration
 	// VerifyRate bounds a verification, in bytes for each second; 64 MiB.
@@ -66,8 +66,8 @@ func (o Options) withDefaults() Options {
 	if o.OpenStore == nil {
 		o.OpenStore = addressOpener(share.NewMounts(o.Mounts))
 	}
-	if o.Runs <= 0 {
-		o.Runs = 6
+	if o.Memory == nil {
+		o.Memory = NewMemory(0)
 	}
 	if o.MostBackups <= 0 {
 		o.MostBackups = 20_000

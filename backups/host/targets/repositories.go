@@ -29,7 +29,7 @@ type Repositories struct {
 	images    *longhorn.Images
 	log       *slog.Logger
 
-	runs chan struct{} // of repo.Options, for all restores of the node
+	memory *Memory
 
 	mu      sync.Mutex
 	entries map[string]*repositoryEntry // by name of the target
@@ -273,3 +273,6 @@ func (r *Repositories) releaseLocks(ctx context.Context) error {
 	}
 	return failed
 }
+
+// Memory of the node's works.
+func (r *Repositories) Memory() *Memory { return r.memory }

@@ -35,8 +35,7 @@ func newReconciler(mgr ctrl.Manager, node string, o Options) *targetReconciler {
 	o = o.withDefaults()
 	return &targetReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, opts: o,
 		repositories: &Repositories{live: mgr.GetAPIReader(), node: node, cache: o.Cache, openStore: o.OpenStore, log: o.Log,
-			images: o.Images, entries: map[string]*repositoryEntry{}, rates: map[string]*limited.Rates{},
-			runs: make(chan struct{}, o.Runs)},
+			images: o.Images, entries: map[string]*repositoryEntry{}, rates: map[string]*limited.Rates{}, memory: o.Memory},
 		jobs: newJobSet(), events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backup-targets"),
 		owner: ownerOf, records: map[string]*targetRecord{}}
 }

@@ -62,7 +62,8 @@ func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
 func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted []blob.ID, o Options) sweepResult {
 	result := sweepResult{request: *t.Status.SweepRequested}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) error {
-		options := repo.SweepOptions{Poll: o.SweepPoll, Threshold: int(t.Spec.SweepThreshold), Writer: smallWriter}
+		options := repo.SweepOptions{Poll: o.SweepPoll, Threshold: int(t.Spec.SweepThreshold),
+			Writer: o.Memory.maintenanceWriter()}
 		files, err := opened.ListSnapshots(ctx)
 		if err != nil {
 			return err

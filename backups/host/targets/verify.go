@@ -26,9 +26,6 @@ const (
 	namesLimit  = 16        // in a status
 )
 
-// smallWriter bounds the packs with blobs that a heal, a verification or a sweep writes again.
-var smallWriter = repo.WriterOptions{PackSize: 8 << 20, Memory: 32 << 20}
-
 // verifyWish is the next step of a verification. A verification reads the packs in 30 parts of the range of names, and
 // each part in steps of bounded size, so that a restart loses little.
 type verifyWish struct {
@@ -69,7 +66,7 @@ func (r *Repositories) verify(ctx context.Context, t *api.BackupTarget, wish ver
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) (err error) {
 		if !wish.recheck {
 			result.stats, err = opened.Verify(ctx, repo.VerifyOptions{After: wish.after, Until: partEnd(wish.parts),
-				Rate: rate.NewLimiter(rate.Limit(o.VerifyRate), verifyBurst), Writer: smallWriter})
+				Rate: rate.NewLimiter(rate.Limit(o.VerifyRate), verifyBurst), Writer: o.Memory.maintenanceWriter()})
 			if err != nil {
 				return err
 			}
@@ -87,12 +84,12 @@ func (r *Repositories) verify(ctx context.Context, t *api.BackupTarget, wish ver
 // checkAndHeal looks for damage, and heals what this node's disks have.
 func (s *verifyResult) checkAndHeal(ctx context.Context, r *repo.Repository, o Options) (err error) {
 	s.checked = true
-	if s.damage, err = r.Check(ctx, smallWriter); err != nil || len(s.damage.Blobs) == 0 || o.Heal == nil {
+	if s.damage, err = r.Check(ctx, o.Memory.maintenanceWriter()); err != nil || len(s.damage.Blobs) == 0 || o.Heal == nil {
 		return err
 	}
-	s.healed, s.healErr = o.Heal(ctx, r, s.damage.Snapshots, smallWriter)
+	s.healed, s.healErr = o.Heal(ctx, r, s.damage.Snapshots, o.Memory.maintenanceWriter())
 	if s.healed > 0 {
-		s.damage, err = r.Check(ctx, smallWriter)
+		s.damage, err = r.Check(ctx, o.Memory.maintenanceWriter())
 	}
 	return err
 }

@@ -114,7 +114,7 @@ func TestDamageThatAnotherClusterFound(t *testing.T) {
 	other, err := repo.Open(t.Context(), openFolder(t, s.dir), api.PublishedPassword, repo.Options{Cache: t.TempDir()})
 	must(t, err)
 	stats, err := other.Verify(t.Context(), repo.VerifyOptions{Until: partEnd(api.VerificationParts - 1),
-		Rate: rate.NewLimiter(rate.Inf, 0), Writer: smallWriter})
+		Rate: rate.NewLimiter(rate.Inf, 0), Writer: NewMemory(0).maintenanceWriter()})
 	if err != nil || len(stats.Damaged) != 1 {
 		t.Fatalf("the other cluster's verification: %+v, %v", stats, err)
 	}

@@ -1,0 +1,50 @@
+package targets
+
+import (
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/block"
+	"drover.io/drover/block/budget"
+)
+
+// Sizes of a node's memory, in bytes.
+const (
+	defaultMemory = 256 << 20
+	leastMemory   = 192 << 20 // below, a part has no room for its work
+)
+
+// Memory is the memory of all backups, restores, copies, sweeps, heals and verifications of a node. Requests of a store
+// for large parts of packs reserve Reads; a session reserves its buffers and packs when it begins to write packs. The
+// holder of a session's memory may wait for Reads, whose holders wait for nothing.
+type Memory struct {
+	Budget                              *budget.Budget
+	Reads, Backups, Copies, Maintenance *budget.Part
+}
+
+// NewMemory divides size bytes, at least 192 MiB; 0: 256 MiB.
+func NewMemory(size int64) *Memory {
+	if size <= 0 {
+		size = defaultMemory
+	}
+	size = max(size, leastMemory)
+	b := budget.New(size)
+	return &Memory{Budget: b, Reads: b.NewPart(size / 4), Copies: b.NewPart(size / 8), Maintenance: b.NewPart(size / 8),
+		Backups: b.NewPart(size / 2)}
+}
+
+const (
+	packsPerWriter = 4       // so that two are sent while others are filled
+	smallestPack   = 4 << 20 // a pack has room for a chunk
+)
+
+// WriterOf describes a Writer that reserves size bytes of a part, beside of them for other buffers of its session.
+// largest bounds the packs.
+func WriterOf(part *budget.Part, size, beside, largest int64) repo.WriterOptions {
+	packSize := max(min((size-beside)/packsPerWriter, largest), smallestPack)
+	return repo.WriterOptions{PackSize: int(packSize) / block.Size * block.Size, Memory: packsPerWriter * packSize,
+		Budget: part, Beside: beside}
+}
+
+// maintenanceWriter bounds the packs with blobs that a heal, a verification or a sweep writes again.
+func (m *Memory) maintenanceWriter() repo.WriterOptions {
+	return WriterOf(m.Maintenance, m.Maintenance.Size(), 0, 8<<20)
+}
