@@ -27,7 +27,7 @@ import (
 func TestMemoryIsShared(t *testing.T) {
 	for _, size := range []int64{256 << 20, 1 << 20} {
 		m := Options{Memory: size}.ForTargets().Memory
-		if sum := m.Reads.Size() + m.Backups.Size() + m.Copies.Size() + m.Maintenance.Size(); sum != max(size, 192<<20) {
+		if sum := m.Readers.Size() + m.Reads.Size() + m.Backups.Size() + m.Copies.Size() + m.Maintenance.Size(); sum != max(size, 192<<20) {
 			t.Errorf("%d bytes have parts of %d bytes", size, sum)
 		}
 	}

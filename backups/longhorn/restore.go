@@ -74,6 +74,9 @@ func (r *restore) run(ctx context.Context) error {
 		return work.Err()
 	})
 	err := group.Wait()
+	if o.ctx.Err() != nil { // AfterFunc may be late
+		return context.Cause(o.ctx)
+	}
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}

@@ -53,7 +53,7 @@ func (b *Blobs) ReadWanted(ctx context.Context, kind blob.Kind, ids []blob.ID, w
 	group.SetLimit(runReaders)
 	for _, run := range splitRuns(found) {
 		group.Go(func() error {
-			release, err := b.r.reserveRun(ctx)
+			release, err := b.r.reserveRun(ctx, run)
 			if err != nil {
 				return err
 			}
@@ -96,9 +96,20 @@ func (b *Blobs) findMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
 	return sorted, nil
 }
 
+type urgentKey struct{}
+
+// UrgentContext makes reads with the context not wait for the memory of other reads: somebody waits for them now.
+func UrgentContext(ctx context.Context) context.Context {
+	return context.WithValue(ctx, urgentKey{}, true)
+}
+
 // reserveRun reserves the memory of one request, and of a plain chunk.
-func (r *Repository) reserveRun(ctx context.Context) (release func(), err error) {
-	return r.options.Reads.Reserve(ctx, RunLength+block.ChunkSize)
+func (r *Repository) reserveRun(ctx context.Context, run []*foundBlob) (release func(), err error) {
+	part, last := r.options.Reads, run[len(run)-1]
+	if ctx.Value(urgentKey{}) != nil {
+		part = r.options.Urgent
+	}
+	return part.Reserve(ctx, int64(last.Offset)+int64(last.Length)-int64(run[0].Offset)+block.ChunkSize)
 }
 
 // splitRuns splits sorted blobs into those that one request reads.

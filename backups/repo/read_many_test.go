@@ -2,14 +2,18 @@ package repo
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/block/budget"
 	"drover.io/drover/block/suite"
 )
 
@@ -159,5 +163,29 @@ func TestRunsAreBounded(t *testing.T) {
 	}
 	if splitRuns(nil) != nil {
 		t.Error("no blobs make a run")
+	}
+}
+
+// TestUrgentReadsDoNotWaitForOthers: while other reads have all their memory, an urgent read goes on, and another read
+// waits until its context ends.
+func TestUrgentReadsDoNotWaitForOthers(t *testing.T) {
+	r := newRepository(t, newMemoryStore())
+	ids, _ := manyBlobs(t, r, 3, 60_000)
+	memory := budget.New(16 << 20)
+	r.options.Reads, r.options.Urgent = memory.NewPart(8<<20), memory.NewPart(8<<20)
+	release, err := r.options.Reads.Reserve(t.Context(), 8<<20)
+	must(t, err)
+	defer release()
+	b := loadIndex(t, r)
+	var read atomic.Int64
+	count := func(_ int, _ []byte, err error) error { read.Add(1); return err }
+	late, cancel := context.WithTimeout(t.Context(), time.Minute) // a read that waits fails, and does not hang
+	defer cancel()
+	must(t, b.ReadMany(UrgentContext(late), blob.Data, ids, count))
+	stopped := errors.New("not wanted any more")
+	waits, stop := context.WithCancelCause(t.Context())
+	stop(stopped)
+	if err := b.ReadMany(waits, blob.Data, ids, count); !errors.Is(err, stopped) || read.Load() != 3 {
+		t.Errorf("%d blobs were read, %v", read.Load(), err)
 	}
 }

@@ -33,6 +33,8 @@ type Options struct {
 	// Reads bounds the memory of the requests for parts of packs that ReadMany, Sweep and Verify make; nil: no bound but
 	// that of each call.
 	Reads *budget.Part
+	// Urgent is Reads for calls whose context UrgentContext made.
+	Urgent *budget.Part
 }
 
 // Repository is an open repository. Methods are safe for concurrent use.

@@ -51,7 +51,7 @@ const groupsAtOnce = 8
 
 // Digests implements block.ChunkedBackup.
 func (o *backup) Digests(ctx context.Context, each func(chunk int64, sum [32]byte)) error {
-	return o.inSession(ctx, func(ctx context.Context) error {
+	return o.inSession(repo.UrgentContext(ctx), func(ctx context.Context) error {
 		const step = groupsAtOnce * manifest.GroupSegments
 		segments := manifest.Segments(o.manifest.Size)
 		for first := int64(0); first < segments; first += step {
@@ -112,7 +112,7 @@ func (o *backup) ReadChunk(ctx context.Context, chunk int64, buf []byte) error {
 	if n := manifest.Chunks(o.manifest.Size); chunk < 0 || chunk >= n {
 		return api.Errorf(api.OutOfRange, "backup %s: chunk %d of %d does not exist", o.name, chunk, n)
 	}
-	err := o.inSession(ctx, func(ctx context.Context) error { return o.readChunk(ctx, chunk, buf) })
+	err := o.inSession(repo.UrgentContext(ctx), func(ctx context.Context) error { return o.readChunk(ctx, chunk, buf) })
 	if err != nil {
 		return api.Errorf(api.KindOf(err), "backup %s: chunk %d at offset %d: %w", o.name, chunk, chunk*block.ChunkSize,
 			lost(err))

@@ -39,7 +39,8 @@ func (r *Repositories) connect(ctx context.Context, t *api.BackupTarget, secret 
 	old, recovery := address.OtherPasswords(secret.Data)
 	return &connection{store: limited.New(store, r.ratesOf(t)),
 		passwords: repo.Passwords{Current: password, Old: old, Recovery: recovery}, encrypted: own,
-		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node, Owner: string(t.UID), Reads: r.memory.Reads}, log: r.log}, nil
+		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node, Owner: string(t.UID), Reads: r.memory.Reads,
+			Urgent: r.memory.Readers}, log: r.log}, nil
 }
 
 // ratesOf are the rates of a target, as its spec says now.

@@ -12,12 +12,13 @@ const (
 	leastMemory   = 192 << 20 // below, a part has no room for its work
 )
 
-// Memory is the memory of all backups, restores, copies, sweeps, heals and verifications of a node. Requests of a store
-// for large parts of packs reserve Reads; a session reserves its buffers and packs when it begins to write packs. The
-// holder of a session's memory may wait for Reads, whose holders wait for nothing.
+// Memory is the memory of all backups, restores, copies, sweeps, heals and verifications of a node. A request to a store
+// reserves Readers if readers of a restored volume wait for it, else Reads. A session reserves its buffers and packs when
+// it begins to write packs. The holder of a session's memory may wait for Reads, whose holders wait for nothing.
 type Memory struct {
-	Budget                              *budget.Budget
-	Reads, Backups, Copies, Maintenance *budget.Part
+	Budget                       *budget.Budget
+	Readers, Reads               *budget.Part
+	Backups, Copies, Maintenance *budget.Part
 }
 
 // NewMemory divides size bytes, at least 192 MiB; 0: 256 MiB.
@@ -27,7 +28,7 @@ func NewMemory(size int64) *Memory {
 	}
 	size = max(size, leastMemory)
 	b := budget.New(size)
-	return &Memory{Budget: b, Reads: b.NewPart(size / 4), Copies: b.NewPart(size / 8), Maintenance: b.NewPart(size / 8),
+	return &Memory{Budget: b, Readers: b.NewPart(size / 16), Reads: b.NewPart(size * 3 / 16), Copies: b.NewPart(size / 8), Maintenance: b.NewPart(size / 8),
 		Backups: b.NewPart(size / 2)}
 }
 
