@@ -22,8 +22,8 @@ import (
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
-// TestMemoryIsShared: the parts of the memory have its size together, the buffers of all places of backups have their
-// part, and each backup fills one pack while it sends others.
+// TestMemoryIsShared: the parts have the size of the memory together, the buffers of all places of backups fit into the
+// part of backups, and a backup fills one pack while the backup sends others.
 func TestMemoryIsShared(t *testing.T) {
 	for _, size := range []int64{256 << 20, 1 << 20} {
 		m := Options{Memory: size}.ForTargets().Memory

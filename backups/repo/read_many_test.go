@@ -166,8 +166,8 @@ func TestRunsAreBounded(t *testing.T) {
 	}
 }
 
-// TestUrgentReadsDoNotWaitForOthers: while other reads have all their memory, an urgent read goes on, and another read
-// waits until its context ends.
+// TestUrgentReadsDoNotWaitForOthers: while other reads have all their memory, an urgent read ends, and another read waits
+// until the end of its context.
 func TestUrgentReadsDoNotWaitForOthers(t *testing.T) {
 	r := newRepository(t, newMemoryStore())
 	ids, _ := manyBlobs(t, r, 3, 60_000)

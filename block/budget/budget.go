@@ -11,9 +11,8 @@ package budget
 
 import (
 	"context"
+	"slices"
 	"sync"
-
-	"golang.org/x/sync/semaphore"
 )
 
 // Budget is memory in parts.
@@ -30,7 +29,16 @@ func New(size int64) *Budget { return &Budget{left: size} }
 type Part struct {
 	budget *Budget
 	size   int64
-	places *semaphore.Weighted
+
+	// Guarded by Budget.mu.
+	free  int64
+	queue []*waiter // in the order of the calls
+}
+
+// waiter is a call of Reserve that waits.
+type waiter struct {
+	n       int64
+	granted chan struct{}
 }
 
 // NewPart takes size bytes for a kind of work, or what is left.
@@ -39,7 +47,7 @@ func (b *Budget) NewPart(size int64) *Part {
 	defer b.mu.Unlock()
 	size = max(min(size, b.left), 0)
 	b.left -= size
-	return &Part{budget: b, size: size, places: semaphore.NewWeighted(size)}
+	return &Part{budget: b, size: size, free: size}
 }
 
 // Size returns the bytes of the part.
@@ -50,22 +58,50 @@ func (p *Part) Reserve(ctx context.Context, n int64) (release func(), err error)
 	if p == nil {
 		return func() {}, nil
 	}
-	n = min(n, p.size)
-	if p.places.Acquire(ctx, n) != nil {
-		return nil, context.Cause(ctx)
+	w := &waiter{min(n, p.size), make(chan struct{})}
+	p.budget.mu.Lock()
+	p.queue = append(p.queue, w)
+	p.grant()
+	p.budget.mu.Unlock()
+	select {
+	case <-w.granted:
+	case <-ctx.Done():
+		if p.leave(w) {
+			return nil, context.Cause(ctx)
+		}
 	}
-	p.budget.count(n)
 	return sync.OnceFunc(func() {
-		p.budget.count(-n)
-		p.places.Release(n)
+		p.budget.mu.Lock()
+		defer p.budget.mu.Unlock()
+		p.budget.reserved -= w.n
+		p.free += w.n
+		p.grant()
 	}), nil
 }
 
-func (b *Budget) count(n int64) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.reserved += n
-	b.most = max(b.most, b.reserved)
+// grant gives memory to the first waiters, as far as the memory suffices. The caller has Budget.mu.
+func (p *Part) grant() {
+	for len(p.queue) > 0 && p.queue[0].n <= p.free {
+		w := p.queue[0]
+		p.queue = p.queue[1:]
+		p.free -= w.n
+		p.budget.reserved += w.n
+		p.budget.most = max(p.budget.most, p.budget.reserved)
+		close(w.granted)
+	}
+}
+
+// leave takes a waiter out of the queue; false: the waiter has its memory.
+func (p *Part) leave(w *waiter) bool {
+	p.budget.mu.Lock()
+	defer p.budget.mu.Unlock()
+	i := slices.Index(p.queue, w)
+	if i < 0 {
+		return false
+	}
+	p.queue = slices.Delete(p.queue, i, i+1)
+	p.grant()
+	return true
 }
 
 // Reserved returns the bytes of all reservations now, and at most so far.
