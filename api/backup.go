@@ -129,9 +129,35 @@ type CommonBackupStatus struct {
 	Labels       map[string]string `json:"labels,omitempty"`
 	LastSyncedAt *metav1.Time      `json:"lastSyncedAt,omitempty"`
 	// Damaged says that a verification found bytes of the backup lost or changed in the store.
-	Damaged      bool   `json:"damaged,omitempty"`
-	SizeText     string `json:"sizeText,omitempty"`
-	UploadedText string `json:"uploadedText,omitempty"`
+	Damaged bool `json:"damaged,omitempty"`
+	// Digests says how much of the backup of a volume in a store of Longhorn can be read on demand; nil: no verification
+	// has read the backup yet.
+	Digests      *DigestsFact `json:"digests,omitempty"`
+	SizeText     string       `json:"sizeText,omitempty"`
+	UploadedText string       `json:"uploadedText,omitempty"`
+}
+
+// DigestsFact says which node knows the SHA-256 of the chunks of a backup, which a store of Longhorn does not tell. A
+// restore on this node can be used at once if the node knows all.
+type DigestsFact struct {
+	Node    string `json:"node"`
+	Percent int32  `json:"percent"` // of the chunks with data, rounded down
+}
+
+// ReadableOn is the node on which the backup at url, in a store of Longhorn, can be read on demand; empty: on none, or
+// on every node alike.
+func ReadableOn(backups []Backup, url string) string {
+	ref, err := ParseBackupURL(url)
+	if err != nil {
+		return ""
+	}
+	for i := range backups {
+		d := backups[i].Status.Digests
+		if d != nil && d.Percent == 100 && ref.Matches(backups[i].Status.URL) {
+			return d.Node
+		}
+	}
+	return ""
 }
 
 // BackupStatus is the fact.

@@ -53,3 +53,23 @@ func TestURLOfLonghornsImage(t *testing.T) {
 		}
 	}
 }
+
+// TestBackupIsReadableOnTheNodeThatKnowsAll: the node knows all digests of the backup that the URL names.
+func TestBackupIsReadableOnTheNodeThatKnowsAll(t *testing.T) {
+	url := BackupURL("s3://bucket@eu-west-1/", "b", "v")
+	for _, c := range []struct {
+		of     string
+		digest *DigestsFact
+		want   string
+	}{{url, nil, ""}, {url, &DigestsFact{"n", 99}, ""}, {url, &DigestsFact{"n", 100}, "n"},
+		{BackupURL("s3://bucket@eu-west-1/", "c", "v"), &DigestsFact{"n", 100}, ""}, {"", &DigestsFact{"n", 100}, ""}} {
+		var b Backup
+		b.Status.URL, b.Status.Digests = c.of, c.digest
+		if got := ReadableOn([]Backup{{}, b}, url); got != c.want {
+			t.Errorf("%+v: node %q, want %q", c, got, c.want)
+		}
+	}
+	if got := ReadableOn([]Backup{{}}, "no URL"); got != "" {
+		t.Errorf("node %q", got)
+	}
+}

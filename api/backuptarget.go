@@ -46,7 +46,7 @@ type BackupTargetSpec struct {
 	PollInterval *metav1.Duration `json:"pollInterval,omitempty"`
 	// SyncRequestedAt asks, once for each new value, for a list of the backups in the store.
 	SyncRequestedAt *metav1.Time `json:"syncRequestedAt,omitempty"`
-	// ReadOnly refuses new backups, deletions, sweeps and verifications.
+	// ReadOnly refuses new backups, deletions, sweeps and verifications; a store of Longhorn is verified nevertheless.
 	ReadOnly bool `json:"readOnly,omitempty"`
 	// MaxUploadRate bounds what each node sends to the store, in bytes per second; 0: no bound.
 	// +kubebuilder:validation:Minimum=0
@@ -282,7 +282,7 @@ type VerificationFact struct {
 	Parts       int32        `json:"parts,omitempty"`
 	Position    string       `json:"position,omitempty"`
 	PartEndedAt *metav1.Time `json:"partEndedAt,omitempty"`
-	Packs       int64        `json:"packs,omitempty"` // that were read so far, or by the last verification
+	Packs       int64        `json:"packs,omitempty"` // or blocks of Longhorn, read so far, or by the last verification
 	Bytes       int64        `json:"bytes,omitempty"`
 	Message     string       `json:"message,omitempty"` // why a part failed
 	// EndedAt is the end of the last verification of the whole repository.

@@ -2,13 +2,16 @@ package backups_test
 
 import (
 	"bytes"
+	"context"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/longhorn/longhorntest"
+	"drover.io/drover/block"
 	"drover.io/drover/block/file"
 	"drover.io/drover/driver/kubeapi/apitest"
 	"drover.io/drover/imagestore/format/qcow2"
@@ -117,4 +120,62 @@ func (w *world) addReadyCopy(i *image, file []byte) {
 		c.Status.VirtualSize, c.Status.Format = int64(len(i.content)), "qcow2"
 	})
 	apitest.Await(w.Server, c, &api.ImageCopyList{}, "ready", func(c *api.ImageCopy) bool { return c.Status.Checksum != "" })
+}
+
+// TestKnownChunksOfLonghornAreNotRead: a verified backup is open for reads of chunks. Its second copy, into a repository
+// that has the chunks, reads no block, and the copy of the next backup reads the changed block. The restore of that one
+// learns it, and is open for reads of chunks, too. Backups of which little is known are not read before their restores.
+func TestKnownChunksOfLonghornAreNotRead(t *testing.T) {
+	w, offsite, old := newLonghorn(t)
+	var reads atomic.Int64
+	old.store.set(func(_ context.Context, operation, name string) error {
+		if operation == "get" && strings.HasSuffix(name, ".blk") {
+			reads.Add(1)
+		}
+		return nil
+	}, nil)
+	v := &volume{name: "pvc-1", size: 20 << 20, contents: [][]byte{randomBytes(3, 20<<20)}}
+	v.contents = append(v.contents, bytes.Clone(v.contents[0]))
+	copy(v.contents[1][4<<20:], randomBytes(4, 2<<20))
+	for i, name := range []string{"one", "two"} {
+		blocks := map[int64][]byte{}
+		for off := int64(0); off < v.size; off += 2 << 20 {
+			blocks[off] = v.contents[i][off:][:2<<20]
+		}
+		longhorntest.AddBackup(t, old.store, longhorntest.Backup{Volume: v.name, Name: name, Size: v.size,
+			BlockSize: 2 << 20, Method: "lz4", Blocks: blocks, Day: i + 1})
+	}
+	w.start(nil)
+	w.awaitAvailable("offsite")
+	w.awaitAvailable("old")
+	one, two := &api.Backup{ObjectMeta: apitest.Named("one")}, &api.Backup{ObjectMeta: apitest.Named("two")}
+	w.awaitState(one, api.BackupCompleted)
+	w.awaitState(two, api.BackupCompleted)
+	demand := func(b *api.Backup, known bool, blocks int64) {
+		t.Helper()
+		reads.Store(0)
+		open, err := w.open(w.Ctx, b.Status.URL)
+		must(t, err)
+		defer open.Close()
+		err = open.(block.ChunkedBackup).Digests(w.Ctx, func(int64, [32]byte) {})
+		if (err == nil) != known || reads.Load() != blocks {
+			t.Errorf("backup %s: %v after reads of %d blocks, want %d", b.Name, err, reads.Load(), blocks)
+		}
+	}
+	copied := func(name string, of *api.Backup, content int, blocks int64) {
+		t.Helper()
+		reads.Store(0)
+		c := w.newCopy(name, of.Name, v.name, "offsite")
+		w.awaitState(c, api.BackupCompleted)
+		if n := reads.Load(); n != blocks {
+			t.Errorf("the copy %s read %d blocks, want %d", name, n, blocks)
+		}
+		offsite.compare(c, v, content)
+	}
+	demand(one, false, 0)
+	copied("first", one, 0, 10)
+	demand(one, true, 0)
+	copied("again", one, 0, 0)
+	demand(two, true, 1)
+	copied("second", two, 1, 1)
 }

@@ -109,6 +109,14 @@ func (s *hookedStore) Put(ctx context.Context, name string, body []byte) error {
 	return s.call(ctx, "put", name, func() error { return s.Store.Put(ctx, name, body) })
 }
 
+func (s *hookedStore) Get(ctx context.Context, name string, off, n int64) (b []byte, err error) {
+	err = s.call(ctx, "get", name, func() error {
+		b, err = s.Store.Get(ctx, name, off, n)
+		return err
+	})
+	return b, err
+}
+
 func (s *hookedStore) List(ctx context.Context, prefix string, each func(target.Object) error) error {
 	return s.call(ctx, "list", prefix, func() error { return s.Store.List(ctx, prefix, each) })
 }

@@ -188,6 +188,22 @@ func (o *Opened) eachBaseChunk(off, end int64, each func(off, n int64) error) er
 	return nil
 }
 
+// baseEnd is where the base's bytes end.
+func (o *Opened) baseEnd() int64 {
+	if o.base == nil {
+		return 0
+	}
+	return o.base.Size()
+}
+
+// readBaseChunk fills p with a chunk that has no block, and notes the digest, as read does.
+func (o *Opened) readBaseChunk(p []byte, off int64, mark uint64) error {
+	if err := o.readBase(p, off); err != nil || off >= o.baseEnd() {
+		return err
+	}
+	return o.note(off, p, mark)
+}
+
 // readBase fills p with bytes that have no block.
 func (o *Opened) readBase(p []byte, off int64) error {
 	n := int64(0)

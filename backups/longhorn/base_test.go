@@ -79,7 +79,7 @@ func TestBytesWithoutABlockAreThoseOfTheImage(t *testing.T) {
 			s := newStore(t)
 			image, want := aboveImage(t, s, blockSize, "")
 			longhorntest.AddImage(t, s, longhorntest.Image{Name: "golden", Content: image, Method: "lz4", Sparse: true})
-			l := New(s, t.TempDir())
+			l := New(s, Options{Cache: t.TempDir()})
 			images := rawImages()
 			for range 2 {
 				o, err := l.OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, images)
@@ -101,7 +101,7 @@ func TestImageIsLarger(t *testing.T) {
 	longhorntest.AddBackup(t, s, longhorntest.Backup{Volume: "pvc-1", Name: "backup-1", Size: 12 * mib,
 		BlockSize: 16 * mib, Method: "none", Image: "golden", ImageSum: longhorntest.ImageSum(image)})
 	longhorntest.AddImage(t, s, longhorntest.Image{Name: "golden", Content: image, Method: "gzip"})
-	o, err := New(s, t.TempDir()).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, rawImages())
+	o, err := New(s, Options{Cache: t.TempDir()}).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, rawImages())
 	must(t, err)
 	defer o.Close()
 	compare(t, o, image[:12*mib])
@@ -144,7 +144,7 @@ func TestWrongImagesAreNotTaken(t *testing.T) {
 			s := newStore(t)
 			image, want := aboveImage(t, s, 2*mib, "")
 			c.store(t, s, image)
-			l, n := New(s, t.TempDir()), Name{"pvc-1", "backup-1"}
+			l, n := New(s, Options{Cache: t.TempDir()}), Name{"pvc-1", "backup-1"}
 			if _, err := l.OpenBackup(t.Context(), n, rawImages()); !api.Is(err, api.NotFound) ||
 				!strings.Contains(err.Error(), `"golden"`) || !strings.Contains(err.Error(), c.part) ||
 				!strings.Contains(err.Error(), longhorntest.ImageSum(image)) {
@@ -175,7 +175,7 @@ func TestImageWithoutAChecksumIsRefused(t *testing.T) {
 		s := newStore(t)
 		image, _ := aboveImage(t, s, 2*mib, sum)
 		longhorntest.AddImage(t, s, longhorntest.Image{Name: "golden", Content: image, Method: "lz4"})
-		_, err := New(s, t.TempDir()).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, rawImages())
+		_, err := New(s, Options{Cache: t.TempDir()}).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, rawImages())
 		if !api.Is(err, api.Unsupported) || !strings.Contains(err.Error(), "golden") {
 			t.Errorf("checksum %.10s: %v", sum, err)
 		}

@@ -12,12 +12,46 @@ const (
 	cachedBaseBlocks = 2 * mostReaders
 )
 
-// blockCache keeps the last blocks of which ReadAt read parts, so that a block of several chunks is read once.
+// Memory bounds the blocks in memory of all open backups of a node, without the first block of each. Methods are safe
+// for concurrent use.
+type Memory struct {
+	mu   sync.Mutex
+	free int64
+}
+
+// NewMemory returns a Memory of n bytes.
+func NewMemory(n int64) *Memory { return &Memory{free: n} }
+
+// take takes n bytes, if there are so many.
+func (m *Memory) take(n int64) bool {
+	if m == nil {
+		return true
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if n > m.free {
+		return false
+	}
+	m.free -= n
+	return true
+}
+
+func (m *Memory) give(n int64) {
+	if m != nil {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		m.free += n
+	}
+}
+
+// blockCache keeps the last blocks of which readers read parts, so that a block of several chunks is read once.
 type blockCache struct {
 	most   int // blocks
+	memory *Memory
 	mu     sync.Mutex
 	freed  sync.Cond      // signals that a block has no users
 	recent []*cachedBlock // the last one was used last
+	taken  int64          // bytes of memory
 }
 
 type cachedBlock struct {
@@ -33,14 +67,14 @@ type cachedBlock struct {
 
 // read reads bytes of a block, which the first caller reads for all.
 func (c *blockCache) read(o *Opened, place, at int64, piece []byte) error {
-	b, first := c.use(place)
+	b, first := c.use(place, o.blocks.blockSize)
 	defer c.leave(b)
 	if first {
 		if b.bytes == nil {
 			b.bytes = make([]byte, o.blocks.blockSize)
 		}
 		b.bytes = b.bytes[:o.blocks.length(place)]
-		zeros, err := o.read(o.ctx, place, b.bytes)
+		zeros, err := o.read(o.ctx, place, b.bytes, 0)
 		if zeros {
 			clear(b.bytes)
 		}
@@ -57,7 +91,7 @@ func (c *blockCache) read(o *Opened, place, at int64, piece []byte) error {
 }
 
 // use returns the block of a place for one more user; first says that the caller reads the block.
-func (c *blockCache) use(place int64) (b *cachedBlock, first bool) {
+func (c *blockCache) use(place, size int64) (b *cachedBlock, first bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for {
@@ -68,7 +102,7 @@ func (c *blockCache) use(place int64) (b *cachedBlock, first bool) {
 			return b, false
 		}
 		b = &cachedBlock{place: place, users: 1, ready: make(chan struct{})}
-		if len(c.recent) == c.most {
+		if !c.mayGrow(size) {
 			i := c.find(func(b *cachedBlock) bool { return b.users == 0 })
 			if i < 0 {
 				c.freed.Wait()
@@ -80,6 +114,28 @@ func (c *blockCache) use(place int64) (b *cachedBlock, first bool) {
 		c.recent = append(c.recent, b)
 		return b, true
 	}
+}
+
+// mayGrow takes memory for one more block. The caller has mu.
+func (c *blockCache) mayGrow(size int64) bool {
+	switch {
+	case len(c.recent) == c.most:
+		return false
+	case len(c.recent) == 0:
+		return true
+	case !c.memory.take(size):
+		return false
+	}
+	c.taken += size
+	return true
+}
+
+// close gives the memory back.
+func (c *blockCache) close() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.memory.give(c.taken)
+	c.recent, c.taken = nil, 0
 }
 
 func (c *blockCache) find(is func(*cachedBlock) bool) int { return slices.IndexFunc(c.recent, is) }

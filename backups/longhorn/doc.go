@@ -15,11 +15,13 @@
 //     names. Without the image a backup is not opened.
 //   - The memory of an open backup does not depend on its size: the list of blocks lies in a local file without a name.
 //   - A backup that is in progress (its cfg has no CreatedTime) is an error of kind Busy.
+//   - A digest in Options.Digests is of bytes that were compared with a checksum. Each later read of the bytes compares
+//     them with checksum and digest.
 //
-// Goroutines: Restore, OpenBackup and the lists wait for all that they start. Methods are safe for concurrent use,
-// except Close.
+// Goroutines: Restore, Verify, OpenBackup and the lists wait for all that they start. Methods are safe for concurrent
+// use, except Close.
 //
-// Lock order: blockCache.mu and Images.mu are leaves. No request to the store runs with a lock held.
+// Lock order: blockCache.mu comes before Memory.mu; Images.mu and the locks of package digests are leaves. No request to the store runs with a lock held.
 package longhorn
 
 import (
@@ -35,6 +37,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/longhorn/digests"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/block/budget"
 )
@@ -60,14 +63,19 @@ const (
 // Store reads what Longhorn wrote into a store.
 type Store struct {
 	store target.Store
-	cache string // folder for the lists of blocks of open backups
-
-	// Reads bounds the memory of the blocks that restores read; nil: no bound but that of each restore.
-	Reads *budget.Part
+	opts  Options
 }
 
-// New returns the reader of a store. cache is a folder for files without a name.
-func New(store target.Store, cache string) *Store { return &Store{store: store, cache: cache} }
+// Options of a Store.
+type Options struct {
+	Cache   string         // folder for the lists of blocks of open backups, which are files without a name
+	Digests *digests.Table // of the chunks of blocks; nil: none is known
+	Memory  *Memory        // for blocks that several chunks lie in; nil: each open backup has its own
+	Reads   *budget.Part   // for the blocks of restores and verifications; nil: no bound but that of each of them
+}
+
+// New returns the reader of a store.
+func New(store target.Store, o Options) *Store { return &Store{store, o} }
 
 // Name names a backup of a volume.
 type Name struct{ Volume, Backup string }

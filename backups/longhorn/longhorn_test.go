@@ -107,7 +107,7 @@ func TestBackupsOfAllFormsAreRead(t *testing.T) {
 				must(t, s.Put(t.Context(), longhorntest.BlockName(longhorntest.VolumeFolder(b.Volume)+"blocks/", b.Blocks[0]),
 					longhorntest.Compress(t, "gzip", b.Blocks[0])))
 			}
-			l := New(s, t.TempDir())
+			l := New(s, Options{Cache: t.TempDir()})
 			names, err := l.ListBackups(t.Context())
 			if n := (Name{"pvc-1", "backup-1"}); err != nil || !slices.Equal(names, []Name{n}) {
 				t.Fatalf("the list has %v, %v", names, err)
@@ -173,7 +173,7 @@ func TestFilesOfLonghornAreRead(t *testing.T) {
 	put("volume.cfg", "backupstore/volumes/33/82/pvc-gzip-2/volume.cfg")
 	put("backup_backup-0000000000000002.cfg", longhorntest.CfgName(volume, n.Backup))
 	put("backing-image.cfg", "backupstore/backing-images/backing-images/debian/backing-image.cfg")
-	l := New(s, t.TempDir())
+	l := New(s, Options{Cache: t.TempDir()})
 	names, err := l.ListBackups(t.Context())
 	if err != nil || !slices.Equal(names, []Name{n}) {
 		t.Errorf("backups %v, %v", names, err)
@@ -210,7 +210,7 @@ func TestImagesAreRead(t *testing.T) {
 	want := content(1, 5*mib+512)
 	longhorntest.AddImage(t, s, longhorntest.Image{Name: "debian", Content: want, Method: "lz4", Secret: "keys"})
 	longhorntest.AddImage(t, s, longhorntest.Image{Name: "half", Content: want, Method: "lz4", InProgress: true})
-	l := New(s, t.TempDir())
+	l := New(s, Options{Cache: t.TempDir()})
 	names, err := l.ListImages(t.Context())
 	if err != nil || !slices.Equal(names, []string{"debian", "half"}) {
 		t.Errorf("images %v, %v", names, err)
@@ -256,7 +256,7 @@ func TestLostAndDamagedBlocksAreNamed(t *testing.T) {
 			} else {
 				must(t, s.Put(t.Context(), object, body))
 			}
-			o, err := New(s, t.TempDir()).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, nil)
+			o, err := New(s, Options{Cache: t.TempDir()}).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, nil)
 			must(t, err)
 			defer o.Close()
 			err = o.Restore(t.Context(), &memory{bytes: make([]byte, o.Size())})
@@ -326,7 +326,7 @@ func TestHostileFilesAreRefused(t *testing.T) {
 			}
 			must(t, s.Put(t.Context(), object, []byte(bad)))
 			cache := t.TempDir()
-			_, err = New(s, cache).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, nil)
+			_, err = New(s, Options{Cache: cache}).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, nil)
 			if !api.Is(err, c.kind) || !strings.Contains(err.Error(), "backup-1") {
 				t.Errorf("%v: %v, want kind %v and the name", api.KindOf(err), err, c.kind)
 			}
@@ -352,7 +352,7 @@ func TestHostileNamesAreNotAsked(t *testing.T) {
 	} {
 		must(t, s.Put(t.Context(), name, []byte("{}")))
 	}
-	l := New(s, t.TempDir())
+	l := New(s, Options{Cache: t.TempDir()})
 	backups, err := l.ListBackups(t.Context())
 	images, imagesErr := l.ListImages(t.Context())
 	if err != nil || imagesErr != nil || len(backups) > 0 || len(images) > 0 {
@@ -377,7 +377,7 @@ func TestADescriptionNeedsNoList(t *testing.T) {
 	must(t, err)
 	i := bytes.Index(good, []byte(`"Blocks":[`)) + len(`"Blocks":[`)
 	must(t, s.Put(t.Context(), object, slices.Concat(good[:i], bytes.Repeat([]byte{'x'}, 20*mib))))
-	b, err := New(s, t.TempDir()).ReadBackup(t.Context(), Name{"pvc-1", "backup-1"})
+	b, err := New(s, Options{Cache: t.TempDir()}).ReadBackup(t.Context(), Name{"pvc-1", "backup-1"})
 	if err != nil || b.Snapshot != "snap-of-backup-1" || b.Uploaded != 12345 {
 		t.Errorf("%+v, %v", b, err)
 	}
@@ -390,7 +390,7 @@ func TestRestoreEndsWithItsContexts(t *testing.T) {
 	longhorntest.AddBackup(t, s, longhorntest.Backup{Volume: "pvc-1", Name: "backup-1", Size: 12 * mib,
 		BlockSize: 2 * mib, Method: "none", Blocks: map[int64][]byte{0: content(1, 2*mib)}})
 	session, end := context.WithCancelCause(t.Context())
-	o, err := New(s, t.TempDir()).OpenBackup(session, Name{"pvc-1", "backup-1"}, nil)
+	o, err := New(s, Options{Cache: t.TempDir()}).OpenBackup(session, Name{"pvc-1", "backup-1"}, nil)
 	must(t, err)
 	defer o.Close()
 	full := errors.New("the disk is full")
@@ -420,7 +420,7 @@ func FuzzFiles(f *testing.F) {
 	f.Add([]byte(`{"Name":"n","VolumeName":"v","CreatedTime":"2026-01-02T03:05:00Z","Blocks":[{"Offset":0}]}`))
 	f.Fuzz(func(t *testing.T, cfg []byte) {
 		s := &oneObject{body: cfg}
-		l := New(s, t.TempDir())
+		l := New(s, Options{Cache: t.TempDir()})
 		var named struct{ Name, VolumeName string }
 		_ = json.Unmarshal(cfg, &named)
 		if v, err := l.ReadVolume(t.Context(), named.Name); err == nil && (v.Size <= 0 || v.Size > api.MaxVolumeSize) {

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/longhorn/digests"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/block"
 	"drover.io/drover/block/budget"
@@ -17,7 +18,7 @@ import (
 // mostPlaces bounds an extent, so that a hostile list makes no search long.
 const mostPlaces = 1 << 16
 
-// Opened is an open backup of a volume or backing image. It implements block.IntactBackup, and
+// Opened is an open backup of a volume or backing image. It implements block.ChunkedBackup, and
 // block.DigestSource for copies.
 type Opened struct {
 	store    target.Store
@@ -29,6 +30,8 @@ type Opened struct {
 	blocks   *blockMap
 	zeroSum  string            // of a whole block of zeros
 	base     block.Source      // of the bytes without a block; nil: they are zeros
+	baseSum  string            // SHA-512 of the base's file
+	digests  *digests.Table    // of the chunks of a volume
 	list     [sha256.Size]byte // names the list of blocks of an image
 	ctx      context.Context
 	cache    blockCache
@@ -38,8 +41,8 @@ type Opened struct {
 }
 
 var (
-	_ block.IntactBackup = (*Opened)(nil)
-	_ block.DigestSource = (*Opened)(nil)
+	_ block.ChunkedBackup = (*Opened)(nil)
+	_ block.DigestSource  = (*Opened)(nil)
 )
 
 // OpenBackup opens a backup of a volume. The context ends the use of the backup, too. An error of kind NotFound: images
@@ -49,13 +52,14 @@ func (s *Store) OpenBackup(ctx context.Context, n Name, images *Images) (*Opened
 	if err != nil {
 		return nil, err
 	}
-	o := &Opened{store: s.store, reads: s.Reads, object: fmt.Sprintf("Longhorn's backup %s of volume %s", n.Backup, n.Volume),
-		cfg: backupFile(n), pool: volumeFolder(n.Volume) + "blocks/", ctx: ctx}
+	o := &Opened{store: s.store, reads: s.opts.Reads, ctx: ctx, baseSum: v.ImageChecksum, digests: s.opts.Digests,
+		object: fmt.Sprintf("Longhorn's backup %s of volume %s", n.Backup, n.Volume),
+		cfg:    backupFile(n), pool: volumeFolder(n.Volume) + "blocks/"}
 	b, err := s.readBackup(ctx, n, func(b *Backup, offset int64, sum string) error {
-		return o.add(s.cache, v.Size, b.size(), offset, sum)
+		return o.add(s.opts.Cache, v.Size, b.size(), offset, sum)
 	})
 	o.method = b.method
-	if err := o.finish(s.cache, v.Size, b.blockSize, err); err != nil {
+	if err := o.finish(&s.opts, v.Size, b.blockSize, err); err != nil {
 		return nil, err
 	}
 	if o.base, err = s.openBase(ctx, &v, images); err != nil {
@@ -70,16 +74,16 @@ func (s *Store) OpenImage(ctx context.Context, name string) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	o := &Opened{store: s.store, reads: s.Reads, object: "Longhorn's backing image " + name, cfg: imageFileOf(name), pool: imageBlocks,
-		method: img.method, checksum: img.Checksum, ctx: ctx}
+	o := &Opened{store: s.store, reads: s.opts.Reads, object: "Longhorn's backing image " + name,
+		cfg: imageFileOf(name), pool: imageBlocks, method: img.method, checksum: img.Checksum, ctx: ctx}
 	list := sha256.New()
 	_, err = s.readImage(ctx, name, func(offset int64, sum string) error {
 		_, _ = fmt.Fprintln(list, offset, sum)
-		return o.add(s.cache, img.Size, smallestBlock, offset, sum)
+		return o.add(s.opts.Cache, img.Size, smallestBlock, offset, sum)
 	})
 	_, _ = fmt.Fprintln(list, img.Size)
 	o.list = [sha256.Size]byte(list.Sum(nil))
-	if err := o.finish(s.cache, img.Size, smallestBlock, err); err != nil {
+	if err := o.finish(&s.opts, img.Size, smallestBlock, err); err != nil {
 		return nil, err
 	}
 	return o, nil
@@ -96,9 +100,9 @@ func (o *Opened) add(cache string, size, blockSize, offset int64, sum string) (e
 }
 
 // finish ends the opening, after err.
-func (o *Opened) finish(cache string, size, blockSize int64, err error) error {
+func (o *Opened) finish(opts *Options, size, blockSize int64, err error) error {
 	if err == nil && o.blocks == nil { // a backup without blocks
-		o.blocks, err = newBlockMap(cache, size, blockSize)
+		o.blocks, err = newBlockMap(opts.Cache, size, blockSize)
 	}
 	if err == nil {
 		err = o.blocks.flush()
@@ -110,7 +114,7 @@ func (o *Opened) finish(cache string, size, blockSize int64, err error) error {
 		return err
 	}
 	o.zeroSum = checksum(make([]byte, blockSize))
-	o.cache.freed.L, o.cache.most = &o.cache.mu, cachedBlocks
+	o.cache.freed.L, o.cache.most, o.cache.memory = &o.cache.mu, cachedBlocks, opts.Memory
 	return nil
 }
 
@@ -125,6 +129,7 @@ func (o *Opened) Restored() (done, total int64) { return o.done.Load(), o.total.
 
 // Close implements block.Backup.
 func (o *Opened) Close() error {
+	o.cache.close()
 	if o.base == nil {
 		return o.blocks.close()
 	}
@@ -151,20 +156,27 @@ func (o *Opened) eachPart(each func(off, n int64) error) error {
 	return nil
 }
 
-// read reads the block at a place, unless the checksum is that of zeros: then into does not change.
-func (o *Opened) read(ctx context.Context, place int64, into []byte) (zeros bool, err error) {
+// read reads the block at a place, unless the checksum is that of zeros: then into does not change. It notes the digests
+// of the block's chunks, with a mark. A digest that was known and is not that of the bytes is an error of kind
+// Unavailable, unless the caller has a mark, and is corrected.
+func (o *Opened) read(ctx context.Context, place int64, into []byte, mark uint64) (zeros bool, err error) {
 	sum, err := o.blocks.sum(place)
 	if err != nil {
 		return false, err
 	}
-	if sum == o.zeroSum && int64(len(into)) == o.blocks.blockSize {
+	if o.isZeros(place, sum) {
 		return true, nil
 	}
+	off := place * o.blocks.blockSize
 	if err := readBlock(ctx, o.store, o.pool, sum, o.method, into); err != nil {
-		return false, api.Errorf(api.KindOf(err), "%s: block %.16s at offset %d: %w", o.object, sum,
-			place*o.blocks.blockSize, err)
+		return false, api.Errorf(api.KindOf(err), "%s: block %.16s at offset %d: %w", o.object, sum, off, err)
 	}
-	return false, nil
+	return false, o.note(off, into, mark)
+}
+
+// isZeros reports whether the block at a place, which has the checksum, is whole and has zeros alone.
+func (o *Opened) isZeros(place int64, sum string) bool {
+	return sum == o.zeroSum && o.blocks.length(place) == o.blocks.blockSize
 }
 
 // Next implements block.Source.
@@ -190,9 +202,6 @@ func (o *Opened) Next(off int64) (block.Extent, error) {
 	e.Kind, e.Len = below.Kind, min(e.Len, below.End()-off)
 	return e, nil
 }
-
-// Digest implements block.DigestSource: Longhorn's checksums are none of Drover's digests.
-func (o *Opened) Digest(int64) ([32]byte, bool) { return [32]byte{}, false }
 
 // ReadAt implements block.Source.
 func (o *Opened) ReadAt(p []byte, off int64) (n int, err error) {
@@ -220,7 +229,7 @@ func (o *Opened) readPiece(place, at int64, piece []byte) error {
 	case !o.blocks.has(place):
 		return o.readBase(piece, place*o.blocks.blockSize+at)
 	case int64(len(piece)) == o.blocks.length(place):
-		zeros, err := o.read(o.ctx, place, piece)
+		zeros, err := o.read(o.ctx, place, piece, 0)
 		if zeros {
 			clear(piece)
 		}

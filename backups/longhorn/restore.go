@@ -2,6 +2,7 @@ package longhorn
 
 import (
 	"context"
+	"crypto/sha256"
 	"slices"
 	"sync"
 
@@ -46,21 +47,50 @@ func (o *Opened) RestoreIntact(ctx context.Context, sink block.Sink, skip func(c
 
 // run reads several blocks at once.
 func (r *restore) run(ctx context.Context) error {
-	o, blockSize := r.o, r.o.blocks.blockSize
+	o := r.o
 	o.done.Store(0)
 	o.total.Store(0)
 	if err := o.eachPart(func(_, n int64) error { o.total.Add(n); return nil }); err != nil {
 		return err
 	}
-	readers := int(min(max(restoreMemory/(2*blockSize), 1), mostReaders))
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	defer context.AfterFunc(o.ctx, func() { cancel(context.Cause(o.ctx)) })()
+	ctx, cancel := o.withEnd(ctx)
+	defer cancel()
+	err := o.readParts(ctx, restoreMemory, func(off, n int64) bool {
+		if r.skips(off, n) {
+			o.done.Add(n)
+			return true
+		}
+		return false
+	}, r.part)
+	if len(r.damaged) > 0 && err == nil {
+		err = o.confirm(ctx)
+	}
+	if err != nil {
+		return err
+	}
+	return r.sink.Sync(ctx)
+}
+
+// withEnd returns a context that ends with ctx, and with the use of the backup.
+func (o *Opened) withEnd(ctx context.Context) (_ context.Context, cancel func()) {
+	ctx, end := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(o.ctx, func() { end(context.Cause(o.ctx)) })
+	return ctx, func() {
+		stop()
+		end(nil)
+	}
+}
+
+// readParts calls read for the ranges of eachPart that skip does not report, several at once, each with a buffer for the
+// bytes. memory bounds the buffers.
+func (o *Opened) readParts(ctx context.Context, memory int64, skip func(off, n int64) bool,
+	read func(ctx context.Context, off int64, buffer []byte) error) error {
+	blockSize := o.blocks.blockSize
+	readers := int(min(max(memory/(2*blockSize), 1), mostReaders))
 	group, work := errgroup.WithContext(ctx)
 	group.SetLimit(readers)
 	walked := o.eachPart(func(off, n int64) error {
-		if r.skips(off, n) {
-			o.done.Add(n)
+		if skip(off, n) {
 			return work.Err()
 		}
 		group.Go(func() error {
@@ -69,12 +99,12 @@ func (r *restore) run(ctx context.Context) error {
 				return err
 			}
 			defer release()
-			return r.part(work, off, block.AlignedBuffer(int(blockSize))[:n])
+			return read(work, off, block.AlignedBuffer(int(blockSize))[:n])
 		})
 		return work.Err()
 	})
 	err := group.Wait()
-	if o.ctx.Err() != nil { // AfterFunc may be late
+	if o.ctx.Err() != nil { // AfterFunc of withEnd may be late
 		return context.Cause(o.ctx)
 	}
 	if ctx.Err() != nil {
@@ -83,13 +113,7 @@ func (r *restore) run(ctx context.Context) error {
 	if err == nil {
 		err = walked
 	}
-	if len(r.damaged) > 0 && err == nil {
-		err = o.confirm(ctx)
-	}
-	if err != nil {
-		return err
-	}
-	return r.sink.Sync(ctx)
+	return err
 }
 
 // skips reports whether no chunk of a range is wanted.
@@ -104,23 +128,11 @@ func (r *restore) skips(off, n int64) bool {
 
 // part restores a range of eachPart.
 func (r *restore) part(ctx context.Context, off int64, buffer []byte) (err error) {
-	o, zeros := r.o, false
-	if place := off / o.blocks.blockSize; o.blocks.has(place) {
-		zeros, err = o.read(ctx, place, buffer)
-	} else {
-		err = o.readBase(buffer, off)
-	}
+	o := r.o
+	zeros, err := o.readPart(ctx, off, buffer, 0)
 	switch {
 	case api.Is(err, api.Corrupt) && r.intact:
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		for c := off / block.ChunkSize; c*block.ChunkSize < off+int64(len(buffer)); c++ {
-			r.damaged = append(r.damaged, c)
-		}
-		if len(r.damaged) > damagedLimit {
-			return api.Errorf(api.Corrupt, "%s: has more than %d damaged chunks: %w", o.object, damagedLimit, err)
-		}
-		return nil
+		return r.leaveOut(off, int64(len(buffer)), err)
 	case api.Is(err, api.Corrupt):
 		if gone := o.confirm(ctx); gone != nil {
 			return gone
@@ -130,11 +142,46 @@ func (r *restore) part(ctx context.Context, off int64, buffer []byte) (err error
 		return err
 	}
 	if !zeros { // other bytes of the sink read as zeros
-		if _, err := r.sink.WriteAt(buffer, off); err != nil {
+		if err := r.write(buffer, off); err != nil {
 			return err
 		}
 	}
 	o.done.Add(int64(len(buffer)))
+	return nil
+}
+
+// leaveOut counts the chunks of a range as damaged, because of err.
+func (r *restore) leaveOut(off, n int64, err error) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for c := off / block.ChunkSize; c*block.ChunkSize < off+n; c++ {
+		r.damaged = append(r.damaged, c)
+	}
+	if len(r.damaged) > damagedLimit {
+		return api.Errorf(api.Corrupt, "%s: has more than %d damaged chunks: %w", r.o.object, damagedLimit, err)
+	}
+	return nil
+}
+
+// write writes the chunks of a range that are not zeros, so that the layer of the restore is the one that Digests tells.
+func (r *restore) write(b []byte, off int64) (err error) {
+	to, takes := r.sink.(block.DigestSink)
+	for chunk := range slices.Chunk(b, block.ChunkSize) {
+		switch {
+		case isZero(chunk):
+		case takes:
+			err = to.WriteChunk(chunk, off, sha256.Sum256(chunk))
+		default:
+			_, err = r.sink.WriteAt(chunk, off)
+		}
+		if api.Is(err, api.Corrupt) && r.intact { // the sink wants other bytes
+			err = r.leaveOut(off, int64(len(chunk)), err)
+		}
+		if err != nil {
+			return err
+		}
+		off += int64(len(chunk))
+	}
 	return nil
 }
 

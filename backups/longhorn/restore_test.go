@@ -22,7 +22,7 @@ func TestDamagedBlocksAloneAreLeftOut(t *testing.T) {
 				BlockSize: blockSize, Method: "lz4", Blocks: blocks})
 			lost := longhorntest.BlockName(longhorntest.VolumeFolder("pvc-1")+"blocks/", blocks[blockSize])
 			must(t, s.Delete(t.Context(), lost))
-			o, err := New(s, t.TempDir()).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, nil)
+			o, err := New(s, Options{Cache: t.TempDir()}).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, nil)
 			must(t, err)
 			defer o.Close()
 			chunks := blockSize / (2 * mib)
@@ -55,7 +55,7 @@ func TestVanishedStoreIsNotDamaged(t *testing.T) {
 	b := content(1, 2*mib)
 	longhorntest.AddBackup(t, s, longhorntest.Backup{Volume: "pvc-1", Name: "backup-1", Size: 12 * mib, BlockSize: 2 * mib,
 		Method: "lz4", Blocks: map[int64][]byte{0: b}})
-	o, err := New(s, t.TempDir()).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, nil)
+	o, err := New(s, Options{Cache: t.TempDir()}).OpenBackup(t.Context(), Name{"pvc-1", "backup-1"}, nil)
 	must(t, err)
 	defer o.Close()
 	must(t, s.Delete(t.Context(), longhorntest.BlockName(longhorntest.VolumeFolder("pvc-1")+"blocks/", b)))

@@ -160,9 +160,10 @@ func (m *backupMounting) describe(ctx context.Context, b api.StoredBackup) error
 	if err := getTarget(ctx, m.c, b.Target(), &t); err != nil {
 		return err
 	}
-	if t.Status.Format == api.FormatLonghorn {
-		return api.Errorf(api.Unsupported, "backup %q lies in a store of Longhorn, which cannot be read on demand: restore "+
-			"the backup with `drover backup restore`, or copy it to another target", b.GetName())
+	if d := b.Common().Digests; t.Status.Format == api.FormatLonghorn && (d == nil || d.Percent < 100) {
+		return api.Errorf(api.Unsupported, "backup %q lies in a store of Longhorn, and no node knows all digests of its "+
+			"chunks yet: run `drover backup verify %s`, or restore the backup with `drover backup restore`", b.GetName(),
+			b.GetName())
 	}
 	v := &m.volume
 	v.GenerateName = "mount-" + strings.TrimRight(fmt.Sprintf("%.100s", b.GetName()), "-.") + "-"

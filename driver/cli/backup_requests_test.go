@@ -49,7 +49,7 @@ func TestBackupMountRefusesAtOnce(t *testing.T) {
 		{5, "mount mounted " + full, "is not empty"},
 		{3, "mount nosuch " + dir, "drover backup list"},
 		{6, "mount mounted " + dir, "not completed"},
-		{1, "mount mounted-theirs " + dir, "drover backup restore"},
+		{1, "mount mounted-theirs " + dir, "drover backup verify mounted-theirs"},
 		{3, "unmount mounted", "neither the folder nor the backup"},
 	} {
 		drover(t, kubeconfig(append([]string{"backup"}, strings.Fields(c.args)...)...)...).mustSay(t, c.code, c.want)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -14,6 +13,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/progress"
 	"drover.io/drover/driver/cli/text"
+	"drover.io/drover/driver/cli/verified"
 )
 
 func (a *app) backupVerify() *cobra.Command {
@@ -24,7 +24,8 @@ func (a *app) backupVerify() *cobra.Command {
 			"chunks that the backups need. With NAME, the outcome is that of one backup. A node does the same by itself, in\n" +
 			"parts, within the verifyInterval of the target. Lost chunks that are on a disk of that node are written again.\n" +
 			"Damage that is left ends the command with an error; other nodes then write the chunks again that their disks\n" +
-			"have, and a full backup (--full) does the same with the chunks of the volume.",
+			"have, and a full backup (--full) does the same with the chunks of the volume. After the verification of a store\n" +
+			"of Longhorn, the node restores its backups within seconds.",
 		Example: "  drover backup verify\n  drover backup verify --target offsite\n  drover backup verify db-friday",
 		Args:    checkArgs(cobra.MaximumNArgs(1)), ValidArgsFunction: a.completeNames(backups, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -46,16 +47,14 @@ func (a *app) backupVerify() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			v := t.Status.Verification
-			damage := damageOf(t)
+			damage := verified.Damage(t)
 			if len(left) == 1 {
 				if damage, err = damageOfBackup(ctx, c, left[0]); err != nil {
 					return err
 				}
 			}
 			err = a.printObject(cmd.OutOrStdout(), t, func(w io.Writer) {
-				fmt.Fprintf(w, "target %q verified: %s in %s read, %s healed, in %s\n", t.Name, api.SizeText(v.Bytes),
-					api.CountText(int(v.Packs), "pack"), api.CountText(int(v.HealedBlobs), "blob"), text.Seconds(time.Since(began)))
+				fmt.Fprintf(w, "target %q verified: %s, in %s\n", t.Name, verified.Summary(t), text.Seconds(time.Since(began)))
 			})
 			if damage != "" && err == nil {
 				err = api.Errorf(api.Corrupt, "%s", damage)
@@ -67,18 +66,6 @@ func (a *app) backupVerify() *cobra.Command {
 	return c
 }
 
-// damageOf describes the damage of a target; empty: none.
-func damageOf(t *api.BackupTarget) string {
-	v := t.Status.Verification
-	if v.DamagedBlobs == 0 && len(v.ObjectNames) == 0 {
-		return ""
-	}
-	return fmt.Sprintf("target %q is damaged: %s of %s (%s) lost, and the objects %s; blobs: %s; make full backups of "+
-		"the volumes (--full) unless other nodes heal the target within minutes, or delete these backups", t.Name,
-		api.CountText(int(v.DamagedBlobs), "blob"), api.CountText(int(v.DamagedBackups), "backup"),
-		strings.Join(v.BackupNames, ", "), strings.Join(v.ObjectNames, ", "), strings.Join(v.BlobNames, ", "))
-}
-
 // damageOfBackup describes the damage of one backup, which the node writes before that of the target; empty: none.
 func damageOfBackup(ctx context.Context, c client.Client, name string) (string, error) {
 	var b api.Backup
@@ -88,8 +75,8 @@ func damageOfBackup(ctx context.Context, c client.Client, name string) (string, 
 	if !b.Status.Damaged {
 		return "", nil
 	}
-	return fmt.Sprintf("backup %q is damaged: see `drover target show %s`; make a full backup of volume %q (--full), or "+
-		"delete this one", name, b.Target(), b.Spec.Volume), nil
+	return fmt.Sprintf("backup %q is damaged: see `drover target show %s`; make a full backup of volume %q, or delete this "+
+		"one", name, b.Target(), b.Spec.Volume), nil
 }
 
 // verifyTarget asks for a verification, and waits until it has ended.
@@ -100,11 +87,7 @@ func verifyTarget(ctx context.Context, c client.WithWatch, name string, remarks 
 	gone := api.Errorf(api.NotFound, "target %q was deleted meanwhile", name)
 	var asked metav1.Time
 	err := requestOf(ctx, c, name, func(t *api.BackupTarget) error {
-		if t.Status.Format == api.FormatLonghorn {
-			return api.Errorf(api.Unsupported, "target %q is a store of Longhorn, which Drover does not verify: copy its "+
-				"backups to another target", name)
-		}
-		if t.Spec.ReadOnly {
+		if t.Spec.ReadOnly && t.Status.Format != api.FormatLonghorn {
 			return api.Errorf(api.InUse, "target %q is read-only, and a verification writes a lock: run `restic check "+
 				"--read-data --no-lock`", name)
 		}

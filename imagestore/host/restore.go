@@ -64,7 +64,9 @@ func (n *copyReconciler) restoreBackup(ctx context.Context, t *transfer, slot sl
 	}
 	if serve {
 		if readable {
-			t.setRestoring(readableLayer{root, size}, l.Problem)
+			t.setRestoring(readableLayer{digest: root, size: size}, l.Problem)
+		} else {
+			t.setRestoring(readableLayer{why: l.Unreadable()}, l.Problem)
 		}
 		if readable && image.Spec.SourceParameters[api.RestoreOnDemand] == "true" {
 			t.setState(api.ImagePending, "")

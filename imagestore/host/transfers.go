@@ -112,6 +112,7 @@ func (t *transfer) pause(ctx context.Context, wait func(context.Context)) error 
 type readableLayer struct {
 	digest string // empty: the layer cannot be read
 	size   int64
+	why    string // why it cannot be read; empty: no reason to tell
 }
 
 func (t *transfer) isRunning() bool {
@@ -154,7 +155,7 @@ func (t *transfer) currentState() transferState {
 	s := transferState{state: t.state, url: t.url, readable: t.readable}
 	if t.problem != nil {
 		if s.problem, s.waiting = t.problem(); !s.waiting && s.readable.digest == "" {
-			s.problem = "" // it has no readers
+			s.problem = s.readable.why // it has no readers
 		}
 	}
 	if s.state == api.ImageInProgress {

@@ -125,7 +125,8 @@ func (p *copyPlanner) planFirst() {
 }
 
 // placeImport places the first copy: of a clone on a disk with its layers, or else on a node with its layers; of a
-// restored volume's image on the node for the volume's first replica.
+// restored volume's image on the node for the volume's first replica; of another backup on the node that can read it on
+// demand.
 func (p *copyPlanner) placeImport() *diskState {
 	without := func(same func(location, *diskState) bool) func(api.UID) bool {
 		return func(u api.UID) bool {
@@ -143,7 +144,7 @@ func (p *copyPlanner) placeImport() *diskState {
 			return d
 		}
 	}
-	if node := p.img.Annotations[api.AnnotationPrefer]; node != "" {
+	if node := cmp.Or(p.img.Annotations[api.AnnotationPrefer], p.v.readableOn); node != "" {
 		elsewhere := func(u api.UID) bool { return p.hasCopy(u) || p.v.findDisk(u).node != node }
 		if d := choosePlacement(p.img, p.v, elsewhere, nil); d != nil {
 			return d

@@ -250,6 +250,8 @@ type clusterView struct {
 	// sourceLocations are where the layers of a clone are, in copies of the image that it was made of.
 	sources []location
 	nodes   map[string]bool // node: alive
+	// readableOn is the only node that can read the backup of the image on demand; empty: none, or all can alike.
+	readableOn string
 }
 
 type location struct {
@@ -264,6 +266,13 @@ func (r *imageReconciler) collectView(ctx context.Context, img *api.BackingImage
 		return nil, err
 	}
 	v.copies = copies.Items
+	if img.Spec.SourceType == api.SourceRestore && len(v.copies) == 0 {
+		var backups api.BackupList
+		if err := r.List(ctx, &backups, client.UnsafeDisableDeepCopy); err != nil {
+			return nil, err
+		}
+		v.readableOn = api.ReadableOn(backups.Items, img.Spec.SourceParameters[api.RestoreBackupURL])
+	}
 	slices.SortFunc(v.copies, func(a, b api.ImageCopy) int {
 		return strings.Compare(string(a.Spec.Disk)+a.Name, string(b.Spec.Disk)+b.Name)
 	})

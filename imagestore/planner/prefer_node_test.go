@@ -9,14 +9,16 @@ import (
 )
 
 // TestFirstCopyIsOnThePreferredNode: the first copy of a restored volume's image is on the node for the volume's first
-// replica, if the node takes a copy, and else on the disk with the most room.
+// replica, that of another backup on the only node that can read the backup on demand, if the node takes a copy, and
+// else on the disk with the most room.
 func TestFirstCopyIsOnThePreferredNode(t *testing.T) {
 	for _, c := range []struct {
-		prefer string
-		open   bool
-		want   api.UID
-	}{{"b", true, "on-b"}, {"", true, "on-a"}, {"b", false, "on-a"}, {"none", true, "on-a"}} {
-		v := &clusterView{nodes: map[string]bool{"a": true, "b": true}, disks: []diskState{
+		prefer, readableOn string
+		open               bool
+		want               api.UID
+	}{{"b", "", true, "on-b"}, {"", "", true, "on-a"}, {"b", "", false, "on-a"}, {"none", "", true, "on-a"},
+		{"", "b", true, "on-b"}, {"a", "b", true, "on-a"}, {"", "b", false, "on-a"}} {
+		v := &clusterView{readableOn: c.readableOn, nodes: map[string]bool{"a": true, "b": true}, disks: []diskState{
 			{uid: "on-a", node: "a", alive: true, open: true, available: 2 << 30},
 			{uid: "on-b", node: "b", alive: true, open: c.open, available: 1 << 30}}}
 		img := &api.BackingImage{ObjectMeta: metav1.ObjectMeta{Name: "i", Annotations: map[string]string{

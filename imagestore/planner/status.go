@@ -55,8 +55,8 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 			s.State = st
 		}
 		s.Progress = max(s.Progress, c.Status.Progress)
-		if st == api.ImageFailed || st == api.ImageUnknown || c.Status.Readable && message != "" {
-			worst = message // of a readable copy: why reads wait
+		if st == api.ImageFailed || st == api.ImageUnknown || message != "" && (c.Status.Readable || st == api.ImageInProgress) {
+			worst = message // of a readable copy: why reads wait; of one in progress: why the copy cannot be read yet
 		}
 		if c.Status.Readable && st != api.ImageReady && st != api.ImageUnknown {
 			stalled = message

@@ -81,7 +81,7 @@ func (p *volumeReconciler) createRestoreImage(ctx context.Context, v *api.Volume
 		st.State, st.Message = api.CloneFailed, err.Error()
 		return api.Errorf(api.Unsupported, "%w", err)
 	}
-	node, err := firstNode(ctx, p, v)
+	node, err := restoreNode(ctx, p, v, v.RestoredURL())
 	if err != nil {
 		return err
 	}
@@ -110,6 +110,19 @@ func validateContent(v *api.Volume) error {
 		return fmt.Errorf("fromBackup: %w", err)
 	}
 	return nil
+}
+
+// restoreNode chooses the node that restores the backup at url for a volume: the only one that can read the backup on
+// demand, else the node for the first replica.
+func restoreNode(ctx context.Context, p *volumeReconciler, v *api.Volume, url string) (string, error) {
+	var list api.BackupList
+	if err := p.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return "", fmt.Errorf("list backups: %w", err)
+	}
+	if node := api.ReadableOn(list.Items, url); node != "" {
+		return node, nil
+	}
+	return firstNode(ctx, p, v)
 }
 
 // firstNode chooses the node for the first replica of a volume.

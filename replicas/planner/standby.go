@@ -254,7 +254,7 @@ func (p *standbyPlanner) ensureStandbyImages(ctx context.Context, v *api.Volume,
 	node := readyNode(view.held)
 	if node == "" {
 		var err error
-		if node, err = firstNode(ctx, p.volumeReconciler, v); err != nil {
+		if node, err = restoreNode(ctx, p.volumeReconciler, v, next.URL); err != nil {
 			return err
 		}
 	}

@@ -409,3 +409,29 @@ func TestActivationWithoutItsTarget(t *testing.T) {
 		t.Errorf("the deleted volume leaves its image: %v", err)
 	}
 }
+
+// TestRestoreGoesToTheNodeThatKnowsTheDigests: the image of a backup of Longhorn is made on the only node that can read
+// the backup on demand, and that of a newer backup on the node with most of its chunks.
+func TestRestoreGoesToTheNodeThatKnowsTheDigests(t *testing.T) {
+	t.Parallel()
+	w := newStandbyWorld(t)
+	know := func(n int) string {
+		w.backup(n, 32<<20)
+		apitest.EditStatus(w.Server, &api.Backup{ObjectMeta: apitest.Named(backupOfTest(n).Name)}, func(b *api.Backup) {
+			b.Status.Digests = &api.DigestsFact{Node: "n9", Percent: 100}
+		})
+		img := &api.BackingImage{}
+		if err := w.Client.Get(w.Ctx, client.ObjectKey{Name: w.reconcile().NextImage()}, img); err != nil {
+			t.Fatal(err)
+		}
+		return img.Annotations[api.AnnotationPrefer]
+	}
+	if node := know(1); node != "n9" {
+		t.Errorf("the first backup is restored on node %q", node)
+	}
+	w.sizedImage(w.volume().NextImage(), api.ImageReady, 32<<20)
+	w.reconcile()
+	if node := know(2); node != "n1" {
+		t.Errorf("the second backup is restored on node %q", node)
+	}
+}

@@ -17,6 +17,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/backups/longhorn"
 	"drover.io/drover/backups/manifest"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
@@ -96,7 +97,29 @@ func (b *Backups) openLonghorn(ctx context.Context, object api.StoredBackup, id 
 	if image, is := object.(*api.BackupBackingImage); is {
 		return b.Repositories.OpenLonghornImage(ctx, image.Target(), image.Spec.BackingImageName, id)
 	}
-	return b.Repositories.OpenLonghorn(ctx, object.Target(), object.(*api.Backup).Spec.Volume, id)
+	o, err := b.Repositories.OpenLonghorn(ctx, object.Target(), object.(*api.Backup).Spec.Volume, id)
+	if err != nil {
+		return nil, err
+	}
+	if err := learnRest(ctx, o); err != nil {
+		return nil, errors.Join(api.Errorf(api.KindOf(err), "backup %s: %w", object.GetName(), err), o.Close())
+	}
+	return o, nil
+}
+
+// mostUnknown is the part of a backup's chunks, as a divisor, that is read twice so that the backup can be used at once:
+// an incremental one, most of whose digests are known.
+const mostUnknown = 4
+
+// learnRest reads the chunks whose digests are not known, if most are: only changed chunks are fetched then. Otherwise
+// the whole backup is read once, by the restore.
+func learnRest(ctx context.Context, o *targets.LonghornBackup) error {
+	known, total, err := o.Known()
+	if err != nil || known == total || total-known > total/mostUnknown {
+		return err
+	}
+	_, err = o.Verify(ctx, longhorn.VerifyOptions{})
+	return err
 }
 
 // find finds the object of a backup.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"path/filepath"
 	"sync"
 	"time"
 
@@ -15,6 +16,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/longhorn"
+	"drover.io/drover/backups/longhorn/digests"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/tags"
@@ -35,7 +37,7 @@ func (v *visit) compareLonghorn(ctx context.Context, c *connection, result *visi
 			"or bucket, or make the BackupTarget again to use the store for backups of Drover")
 	}
 	result.format = api.FormatLonghorn
-	return v.compareBackups(ctx, &longhornSnapshots{store: longhorn.New(c.store, c.options.Cache), log: v.log,
+	return v.compareBackups(ctx, &longhornSnapshots{store: v.repositories.longhornStore(c), log: v.log,
 		target: v.target.Name, volumes: map[string]func() (longhorn.Volume, error){}}, result)
 }
 
@@ -213,7 +215,7 @@ type LonghornBackup struct {
 	close         func()
 }
 
-var _ block.Backup = (*LonghornBackup)(nil)
+var _ block.ChunkedBackup = (*LonghornBackup)(nil)
 
 // Close implements block.Backup.
 func (b *LonghornBackup) Close() error {
@@ -256,6 +258,26 @@ func (r *Repositories) OpenLonghornImage(ctx context.Context, name, image string
 	return o, nil
 }
 
+// digestsFile is the table of digests in the folder for index tables.
+const digestsFile = "longhorn-digests"
+
+// openDigests opens the table of digests on the first call.
+func (r *Repositories) openDigests() func() *digests.Table {
+	return sync.OnceValue(func() *digests.Table {
+		t, err := digests.Open(filepath.Join(r.cache, digestsFile))
+		if err != nil {
+			r.log.Warn("digests of Longhorn's backups cannot be kept, so their restores begin late", "err", err)
+		}
+		return t
+	})
+}
+
+// longhornStore is the store of a connection as Longhorn's.
+func (r *Repositories) longhornStore(c *connection) *longhorn.Store {
+	return longhorn.New(c.store, longhorn.Options{Cache: c.options.Cache, Digests: r.digests(), Memory: r.blocks,
+		Reads: r.memory.Reads})
+}
+
 // withLonghorn calls open with the store of Longhorn behind a target, and returns what releases the store after the
 // use.
 func (r *Repositories) withLonghorn(ctx context.Context, name string, open func(*longhorn.Store) error) (
@@ -264,6 +286,12 @@ func (r *Repositories) withLonghorn(ctx context.Context, name string, open func(
 	if err := r.live.Get(ctx, client.ObjectKey{Name: name}, t); err != nil {
 		return nil, api.Explain(err, "backup target %s", name)
 	}
+	return r.withLonghornOf(ctx, t, open)
+}
+
+// withLonghornOf is withLonghorn for a target that was read.
+func (r *Repositories) withLonghornOf(ctx context.Context, t *api.BackupTarget, open func(*longhorn.Store) error) (
+	release func(), err error) {
 	secret, err := r.readSecret(ctx, t)
 	if err != nil {
 		return nil, openError(t, err)
@@ -272,9 +300,7 @@ func (r *Repositories) withLonghorn(ctx context.Context, name string, open func(
 	if err != nil {
 		return nil, openError(t, err)
 	}
-	store := longhorn.New(c.store, c.options.Cache)
-	store.Reads = c.options.Reads
-	if err := open(store); err != nil {
+	if err := open(r.longhornStore(c)); err != nil {
 		r.closeConnection(c)
 		return nil, openError(t, err)
 	}

@@ -10,6 +10,9 @@ import (
 const (
 	defaultMemory = 256 << 20
 	leastMemory   = 192 << 20 // below, a part has no room for its work
+	// sharedBlocks bounds the blocks of Longhorn's backups that are read on demand. They stay while a backup is open, so
+	// they are no part of the memory.
+	sharedBlocks = 48 << 20
 )
 
 // Memory is the memory of all backups, restores, copies, sweeps, heals and verifications of a node. A request to a store
@@ -28,8 +31,8 @@ func NewMemory(size int64) *Memory {
 	}
 	size = max(size, leastMemory)
 	b := budget.New(size)
-	return &Memory{Budget: b, Readers: b.NewPart(size / 16), Reads: b.NewPart(size * 3 / 16), Copies: b.NewPart(size / 8), Maintenance: b.NewPart(size / 8),
-		Backups: b.NewPart(size / 2)}
+	return &Memory{Budget: b, Readers: b.NewPart(size / 16), Reads: b.NewPart(size * 3 / 16),
+		Copies: b.NewPart(size / 8), Maintenance: b.NewPart(size / 8), Backups: b.NewPart(size / 2)}
 }
 
 const (

@@ -14,6 +14,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/longhorn"
+	"drover.io/drover/backups/longhorn/digests"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/limited"
@@ -27,9 +28,10 @@ type Repositories struct {
 	cache     string // folder
 	openStore func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error)
 	images    *longhorn.Images
+	digests   func() *digests.Table // of the chunks in Longhorn's stores, of all targets
+	blocks    *longhorn.Memory      // of Longhorn's backups that are read on demand
+	memory    *Memory
 	log       *slog.Logger
-
-	memory *Memory
 
 	mu      sync.Mutex
 	entries map[string]*repositoryEntry // by name of the target
@@ -243,6 +245,12 @@ func (r *Repositories) removeCaches(ctx context.Context) error {
 	keep := map[string]bool{}
 	for i := range list.Items {
 		keep[string(list.Items[i].UID)] = true
+		keep[digestsFile] = keep[digestsFile] || list.Items[i].Status.Format == api.FormatLonghorn
+	}
+	if !keep[digestsFile] {
+		if err := os.Remove(filepath.Join(r.cache, digestsFile)); err != nil && !os.IsNotExist(err) {
+			return err
+		}
 	}
 	for _, e := range entries {
 		if api.UID(e.Name()).Validate() == nil && !keep[e.Name()] {

@@ -17,6 +17,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/api/backlog"
 	"drover.io/drover/api/watch"
+	"drover.io/drover/backups/longhorn"
 	"drover.io/drover/backups/target/limited"
 )
 
@@ -33,11 +34,13 @@ func Setup(mgr ctrl.Manager, node string, o Options) (*Repositories, error) {
 
 func newReconciler(mgr ctrl.Manager, node string, o Options) *targetReconciler {
 	o = o.withDefaults()
+	repositories := &Repositories{live: mgr.GetAPIReader(), node: node, cache: o.Cache, openStore: o.OpenStore, log: o.Log,
+		images: o.Images, entries: map[string]*repositoryEntry{}, rates: map[string]*limited.Rates{},
+		memory: o.Memory, blocks: longhorn.NewMemory(sharedBlocks)}
+	repositories.digests = repositories.openDigests()
 	return &targetReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, opts: o,
-		repositories: &Repositories{live: mgr.GetAPIReader(), node: node, cache: o.Cache, openStore: o.OpenStore, log: o.Log,
-			images: o.Images, entries: map[string]*repositoryEntry{}, rates: map[string]*limited.Rates{}, memory: o.Memory},
-		jobs: newJobSet(), events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backup-targets"),
-		owner: ownerOf, records: map[string]*targetRecord{}}
+		repositories: repositories, jobs: newJobSet(), events: mgr.GetEventRecorder("drover-node-backups"),
+		log: o.Log.With("loop", "backup-targets"), owner: ownerOf, records: map[string]*targetRecord{}}
 }
 
 func (r *targetReconciler) setup(mgr ctrl.Manager) error {

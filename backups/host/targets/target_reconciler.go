@@ -158,6 +158,7 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 	}
 	if verified {
 		rec.applyVerification(t, backups, r.opts.Retry, now)
+		rec.noteDigests(r.node)
 	}
 	again, err = r.markDamaged(ctx, rec, backups) // before the target tells the end of the verification
 	if again || err != nil {

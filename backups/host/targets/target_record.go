@@ -44,10 +44,11 @@ type targetRecord struct {
 	requested  time.Time // first request of the next sweep; zero: none
 
 	verification *job[verifyResult]
-	verifyAgain  time.Time        // no step begins before
-	healSeen     time.Time        // when UncheckedBlobs of the status became more than 0; zero: 0
-	damaged      map[blob.ID]bool // snapshots of the last check; nil: none in this process
-	marked       bool             // a backup got the mark that it is damaged since the last status
+	verifyAgain  time.Time                    // no step begins before
+	healSeen     time.Time                    // when UncheckedBlobs of the status became more than 0; zero: 0
+	damaged      map[blob.ID]bool             // snapshots of the last check; nil: none in this process
+	digests      map[blob.ID]*api.DigestsFact // of backups of Longhorn that this process verified
+	marked       bool                         // a backup got the mark that it is damaged since the last status
 }
 
 // stop cancels the jobs.

@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -31,10 +32,11 @@ const (
 type verifyWish struct {
 	request *metav1.Time // VerifyRequestedAt of a verification that begins; nil: the one in progress continues
 	after   blob.ID
-	parts   int32 // complete ones
-	check   bool  // the target is damaged: look whether it still is
-	recheck bool  // nodes healed blobs: only look whether the target still is damaged
-	healed  int64 // UncheckedBlobs when the step begins
+	parts   int32  // complete ones
+	check   bool   // the target is damaged: look whether it still is
+	recheck bool   // nodes healed blobs: only look whether the target still is damaged
+	healed  int64  // UncheckedBlobs when the step begins
+	round   string // names the verification, also after a restart
 }
 
 // verifyResult is the outcome of a step.
@@ -45,7 +47,9 @@ type verifyResult struct {
 	damage  repo.Damage
 	healed  int64
 	healErr error // of the heal: the damage is known
-	err     error
+	// verdicts are those on the backups of a store of Longhorn that the step read; nil: the store has a repository.
+	verdicts map[blob.ID]verdict
+	err      error
 }
 
 // partEnd is the last name of a part.
@@ -63,6 +67,10 @@ func partEnd(part int32) (id blob.ID) {
 // verify runs one step.
 func (r *Repositories) verify(ctx context.Context, t *api.BackupTarget, wish verifyWish, o Options) verifyResult {
 	result := verifyResult{wish: wish}
+	if t.Status.Format == api.FormatLonghorn {
+		result.err = r.verifyLonghorn(ctx, t, &result, o)
+		return result
+	}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) (err error) {
 		if !wish.recheck {
 			result.stats, err = opened.Verify(ctx, repo.VerifyOptions{After: wish.after, Until: partEnd(wish.parts),
@@ -96,8 +104,8 @@ func (s *verifyResult) checkAndHeal(ctx context.Context, r *repo.Repository, o O
 
 // nextVerification is when the next step begins; zero: never.
 func (rec *targetRecord) nextVerification(t *api.BackupTarget, delay time.Duration, now time.Time) time.Time {
-	if t.ExplainReadOnly() != "" || !t.Status.Available {
-		return time.Time{}
+	if t.Status.Format != api.FormatLonghorn && t.ExplainReadOnly() != "" || !t.Status.Available {
+		return time.Time{} // a verification of a repository writes a lock
 	}
 	due := earlier(nextPart(t, now), rec.nextRecheck(t, delay, now))
 	if !due.IsZero() && due.Before(rec.verifyAgain) {
@@ -155,6 +163,7 @@ func nextWish(t *api.BackupTarget) (wish verifyWish) {
 	if v != nil {
 		wish.healed = v.UncheckedBlobs
 	}
+	wish.round = roundOf(t)
 	if isVerifyRequested(t) {
 		wish.request, wish.parts = t.Spec.VerifyRequestedAt, last // without pauses between parts
 		return wish
@@ -188,11 +197,14 @@ func (rec *targetRecord) applyVerification(t *api.BackupTarget, backups []api.St
 	if s.healErr != nil {
 		v.Message = api.ClipMessage("the damage cannot be healed: " + s.healErr.Error())
 	}
+	begins := s.wish.request != nil || v.StartedAt == nil
 	if !s.wish.recheck {
 		s.applyStep(v, at)
 	}
 	v.HealedBlobs += s.healed
-	if s.checked {
+	if s.verdicts != nil {
+		rec.applyVerdicts(t, backups, begins)
+	} else if s.checked {
 		v.UncheckedBlobs, rec.healSeen = max(0, v.UncheckedBlobs-s.wish.healed), time.Time{}
 		rec.applyDamage(t, backups, now)
 	}
@@ -271,7 +283,7 @@ func (r *targetReconciler) reportVerification(t *api.BackupTarget, before *api.B
 	if !s.checked {
 		return
 	}
-	damagedBlobs.WithLabelValues(t.Name).Set(float64(len(s.damage.Blobs)))
+	damagedBlobs.WithLabelValues(t.Name).Set(float64(t.Status.Verification.DamagedBlobs))
 	was := before.Verification
 	if c := meta.FindStatusCondition(t.Status.Conditions, api.ConditionDamaged); c.Status == metav1.ConditionTrue &&
 		(was == nil || was.DamagedBlobs != t.Status.Verification.DamagedBlobs ||
@@ -289,8 +301,8 @@ func reportHeal(events recorder.EventRecorder, t *api.BackupTarget, blobs int64,
 		api.CountText(int(blobs), "blob"), node)
 }
 
-// markDamaged writes into the backups whether the last check found them damaged; again says that a backup changed
-// meanwhile.
+// markDamaged writes into the backups whether the last check found them damaged, and how much of them restores can read
+// on demand; again says that a backup changed meanwhile.
 func (r *targetReconciler) markDamaged(ctx context.Context, rec *targetRecord, backups []api.StoredBackup) (
 	again bool, err error) {
 	if rec.damaged == nil {
@@ -298,11 +310,16 @@ func (r *targetReconciler) markDamaged(ctx context.Context, rec *targetRecord, b
 	}
 	for _, cached := range backups {
 		id, ok := snapshotOf(cached)
-		if !ok || cached.Common().Damaged == rec.damaged[id] || cached.GetDeletionTimestamp() != nil {
+		known := rec.digests[id]
+		if !ok || cached.GetDeletionTimestamp() != nil || cached.Common().Damaged == rec.damaged[id] &&
+			(known == nil || equality.Semantic.DeepEqual(cached.Common().Digests, known)) {
 			continue
 		}
 		b := cached.DeepCopyObject().(api.StoredBackup)
 		b.Common().Damaged = rec.damaged[id]
+		if known != nil {
+			b.Common().Digests = known
+		}
 		err := r.Status().Update(ctx, b)
 		switch {
 		case apierrors.IsConflict(err):

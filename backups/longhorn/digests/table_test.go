@@ -19,7 +19,7 @@ func must(t testing.TB, err error) {
 	}
 }
 
-// key and digestOf are those of chunk n.
+// key is the key of chunk n.
 func key(n int) Key {
 	return Key{sha256.Sum256(fmt.Appendf(nil, "name %d", n/8)), uint32(n % 8)} //nolint:gosec // small
 }
@@ -34,7 +34,7 @@ func openTable(t testing.TB, path string, most uint) *Table {
 	return table
 }
 
-// countKnown counts the first n chunks that a table knows, and demands that each has its own digest.
+// countKnown counts the known chunks among the first n, and demands their own digests.
 func countKnown(t *testing.T, table *Table, n int) (known int) {
 	t.Helper()
 	for i := range n {
@@ -49,8 +49,7 @@ func countKnown(t *testing.T, table *Table, n int) (known int) {
 	return known
 }
 
-// TestTableGrowsAndIsFoundAgain: all of many chunks are known, in a new process, too, and the file is not much larger
-// than they are.
+// TestTableGrowsAndIsFoundAgain: a table knows all of many chunks, also after a restart, in a file of a bounded size.
 func TestTableGrowsAndIsFoundAgain(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "below", "digests")
 	table := openTable(t, path, mostBits)
@@ -79,7 +78,7 @@ func TestTableGrowsAndIsFoundAgain(t *testing.T) {
 	}
 }
 
-// TestMarksStay: a Put without a mark leaves the mark, and another digest is told and takes the place of the former.
+// TestMarksStay: a Put without a mark leaves the mark. Put reports another digest, which replaces the former.
 func TestMarksStay(t *testing.T) {
 	table := openTable(t, filepath.Join(t.TempDir(), "digests"), mostBits)
 	table.Put(key(1), digestOf(1), 7)
@@ -95,8 +94,8 @@ func TestMarksStay(t *testing.T) {
 	}
 }
 
-// TestChangedFilesTellNothingWrong: a file that was cut, changed, or is another, knows fewer chunks and no wrong digest,
-// and takes them again. So does a table whose file is deleted or changed while it is open.
+// TestChangedFilesTellNothingWrong: a table whose file was cut, changed or replaced knows fewer chunks, tells no wrong
+// digest, and takes the chunks again. An open table whose file was deleted or changed does the same.
 func TestChangedFilesTellNothingWrong(t *testing.T) {
 	const n = 400
 	random := rand.New(rand.NewPCG(1, 2))
@@ -176,7 +175,7 @@ func swapPages(b []byte) []byte {
 	return swapped
 }
 
-// TestFullTableForgetsTheOldest: at its largest size, a table keeps the chunks that were put last.
+// TestFullTableForgetsTheOldest: at the largest size, a table keeps the newest chunks.
 func TestFullTableForgetsTheOldest(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "digests")
 	table := openTable(t, path, 1)
@@ -202,7 +201,7 @@ func TestFullTableForgetsTheOldest(t *testing.T) {
 	}
 }
 
-// TestChosenNamesMakeNoLargeFile: names that all belong to one page do not make the file grow without end.
+// TestChosenNamesMakeNoLargeFile: names that belong to one page leave the file small.
 func TestChosenNamesMakeNoLargeFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "digests")
 	table := openTable(t, path, mostBits)

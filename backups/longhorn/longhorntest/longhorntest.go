@@ -3,6 +3,7 @@ package longhorntest
 
 import (
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"crypto/sha512"
 	"encoding/hex"
@@ -32,6 +33,7 @@ type Backup struct {
 	Blocks     map[int64][]byte
 	Labels     map[string]string
 	InProgress bool
+	Day        int // of January 2026; 0: the second
 }
 
 // Image is a backing image.
@@ -149,7 +151,8 @@ func AddBackup(t testing.TB, s target.Store, b Backup) {
 	case b.Quantity != "-":
 		parameters["backup-block-size"] = b.Quantity
 	}
-	created := "2026-01-02T03:05:00Z"
+	day := fmt.Sprintf("2026-01-%02dT", cmp.Or(b.Day, 2))
+	created := day + "03:05:00Z"
 	list := entries(t, s, folder+"blocks/", b.Method, b.Blocks)
 	if b.InProgress {
 		created, list = "", nil
@@ -163,7 +166,7 @@ func AddBackup(t testing.TB, s target.Store, b Backup) {
 		ProcessingBlocks                                                     map[string]string
 		Blocks                                                               []entry `json:",omitempty"`
 		SingleFile                                                           struct{ FilePath string }
-	}{b.Name, b.Volume, "snap-of-" + b.Name, "2026-01-02T03:04:05Z", created,
+	}{b.Name, b.Volume, "snap-of-" + b.Name, day + "03:04:05Z", created,
 		strconv.FormatInt(int64(len(list))*b.BlockSize, 10), b.Labels, parameters, false, b.Method, "12345", "0", nil, list,
 		struct{ FilePath string }{}})
 }

@@ -13,6 +13,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/driver/cli/text"
+	"drover.io/drover/driver/cli/verified"
 )
 
 // Backup writes the fields of a volume's backup.
@@ -56,7 +57,7 @@ func Backup(w io.Writer, b *api.Backup) {
 	}
 	text.Fields(w, "Name", b.Name, "Volume", b.Spec.Volume, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
 		"State", string(s.State), "Message", s.Message, "Damaged", damaged, "Progress", done, "Attempts", attempts,
-		"Mode", BackupMode(b), "Snapshot", snapshot,
+		"Restored at once", verified.AtOnce(b), "Mode", BackupMode(b), "Snapshot", snapshot,
 		"Ended", s.BackupCreatedAt, "Size", text.SomeBytes(s.VolumeSize), "Uploaded", uploaded,
 		"Image", s.VolumeBackingImageName, "Labels", text.JoinLabels(labels),
 		"StorageClass", record.StorageClassName, "Claim", record.Claim, "PersistentVolume", record.PersistentVolumeName,

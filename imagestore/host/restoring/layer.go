@@ -35,6 +35,7 @@ type Layer struct {
 	continues bool // in the next process
 	whole     bool // the restore has written all chunks
 	plan      *plan
+	unplanned error // why there is no plan; nil: the reason is no news
 	current   *openBackup
 	opening   chan struct{} // closed when the attempt to open ends; nil: no attempt
 	failure   error         // of the last attempt to open or read; nil after a success
@@ -217,9 +218,10 @@ func (l *Layer) planOnce(b block.Backup) error {
 	if err := l.set.reservePlan(l.ctx, l, size); err != nil {
 		return err
 	}
-	p, err := newPlan(l.ctx, l.on, b)
+	p, why, err := newPlan(l.ctx, l.on, b)
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.unplanned = why
 	if p == nil || err != nil || l.ended {
 		l.set.releasePlan(l)
 		return err
@@ -406,6 +408,17 @@ func (l *Layer) Problem() (text string, idle bool) {
 		return l.idle.Error() + "; Drover tries again", true
 	}
 	return l.explainReads(), false
+}
+
+// Unreadable says why the layer of an open backup cannot be read before the restore has finished; empty: it can, or the
+// restore tells.
+func (l *Layer) Unreadable() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.unplanned == nil {
+		return ""
+	}
+	return "the backup is read whole before it can be used: " + l.unplanned.Error()
 }
 
 // explainReads says why reads wait. The caller has mu.

@@ -20,13 +20,14 @@ type plan struct {
 	data    []uint64
 }
 
-// newPlan plans the layer of an open backup; nil: the backup, its damage or the disk allows no plan.
-func newPlan(ctx context.Context, on block.Layers, open block.Backup) (*plan, error) {
+// newPlan plans the layer of an open backup; nil: the backup, its damage or the disk allows no plan, and why tells users
+// what they can do.
+func newPlan(ctx context.Context, on block.Layers, open block.Backup) (_ *plan, why, err error) {
 	b, ok := open.(block.ChunkedBackup)
 	planner, plans := on.(block.LayerPlanner)
 	n := open.Size()
 	if !ok || !plans || n <= 0 || n > api.MaxVolumeSize {
-		return nil, nil
+		return nil, nil, nil
 	}
 	p := &plan{content: n, size: (n + block.Size - 1) / block.Size * block.Size}
 	p.data = make([]uint64, (chunksOf(n)+63)/64)
@@ -36,12 +37,14 @@ func newPlan(ctx context.Context, on block.Layers, open block.Backup) (*plan, er
 	})
 	switch {
 	case api.Is(failed, api.Corrupt):
-		return nil, nil // the restore tells which chunks are damaged
+		return nil, nil, nil // the restore tells which chunks are damaged
+	case api.Is(failed, api.Unsupported):
+		return nil, failed, nil // the restore computes the digests
 	case failed != nil:
-		return nil, failed
+		return nil, nil, failed
 	}
 	p.root, p.file = root, file
-	return p, err
+	return p, nil, err
 }
 
 // listData lists the chunks with data and their digests, until each returns false.
@@ -91,6 +94,13 @@ func (p *plan) digest(c int64) [sumSize]byte {
 
 // matches reports whether bytes are those of a chunk.
 func (p *plan) matches(c int64, b []byte) bool { return sha256.Sum256(b) == p.digest(c) }
+
+// accepts reports whether n bytes at off may have a digest. The last chunk is padded in the layer, and is compared when
+// the layer is sealed.
+func (p *plan) accepts(off, n int64, digest [sumSize]byte) bool {
+	c := off / block.ChunkSize
+	return off%block.ChunkSize != 0 || n != p.length(c) || p.isData(c) && p.digest(c) == digest
+}
 
 // extent is the extent of one kind from off on.
 func (p *plan) extent(off int64) block.Extent {

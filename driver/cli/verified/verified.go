@@ -1,0 +1,49 @@
+// Package verified describes for people what a verification found out about backups. It holds no state.
+package verified
+
+import (
+	"fmt"
+	"strings"
+
+	"drover.io/drover/api"
+)
+
+// Damage describes the damage of a target; empty: none. The target has been verified.
+func Damage(t *api.BackupTarget) string {
+	v := t.Status.Verification
+	backups := fmt.Sprintf("%s (%s)", api.CountText(int(v.DamagedBackups), "backup"), strings.Join(v.BackupNames, ", "))
+	blobs, names := int(v.DamagedBlobs), strings.Join(v.BlobNames, ", ")
+	switch {
+	case blobs == 0 && len(v.ObjectNames) == 0:
+		return ""
+	case t.Status.Format == api.FormatLonghorn:
+		return fmt.Sprintf("target %q is damaged: %s of %s lost or changed: %s; back the volumes up again with Longhorn, or "+
+			"restore these backups with --allow-damaged", t.Name, api.CountText(blobs, "block"), backups, names)
+	}
+	return fmt.Sprintf("target %q is damaged: %s of %s lost, and the objects %s; blobs: %s; make full backups of the "+
+		"volumes (--full) unless other nodes heal the target within minutes, or delete these backups", t.Name,
+		api.CountText(blobs, "blob"), backups, strings.Join(v.ObjectNames, ", "), names)
+}
+
+// Summary describes how much of a target the verification read.
+func Summary(t *api.BackupTarget) string {
+	v := t.Status.Verification
+	if t.Status.Format == api.FormatLonghorn {
+		return fmt.Sprintf("%s in %s read", api.SizeText(v.Bytes), api.CountText(int(v.Packs), "block"))
+	}
+	return fmt.Sprintf("%s in %s read, %s healed", api.SizeText(v.Bytes), api.CountText(int(v.Packs), "pack"),
+		api.CountText(int(v.HealedBlobs), "blob"))
+}
+
+// AtOnce says where a restore of a backup of Longhorn begins at once; empty: a verification has not read the backup, or
+// the target is a repository.
+func AtOnce(b *api.Backup) string {
+	d := b.Status.Digests
+	switch {
+	case d == nil:
+		return ""
+	case d.Percent == 100:
+		return "on node " + d.Node
+	}
+	return fmt.Sprintf("no: node %s knows the digests of %d %%; run `drover backup verify %s`", d.Node, d.Percent, b.Name)
+}

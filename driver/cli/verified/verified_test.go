@@ -1,0 +1,40 @@
+package verified
+
+import (
+	"strings"
+	"testing"
+
+	"drover.io/drover/api"
+)
+
+// TestTextsNameObjectAndRemedy: the texts of a repository and of a store of Longhorn name backups and remedies, and an
+// intact target has no damage.
+func TestTextsNameObjectAndRemedy(t *testing.T) {
+	target := &api.BackupTarget{}
+	target.Name = "old"
+	v := &api.VerificationFact{Packs: 2, Bytes: 4 << 20}
+	target.Status.Verification = v
+	if text := Damage(target); text != "" {
+		t.Errorf("an intact target: %s", text)
+	}
+	v.DamagedBlobs, v.DamagedBackups, v.BackupNames, v.BlobNames = 1, 1, []string{"b"}, []string{"1f3a"}
+	for format, words := range map[string][2]string{
+		api.FormatRestic: {"--full", "4 MiB in 2 packs read, 0 blobs healed"}, api.FormatLonghorn: {"with Longhorn", "2 blocks read"}} {
+		target.Status.Format = format
+		if text := Damage(target); !strings.Contains(text, words[0]) || !strings.Contains(text, "1 backup (b)") ||
+			!strings.Contains(text, "1f3a") {
+			t.Errorf("%s: %s", format, text)
+		}
+		if text := Summary(target); !strings.HasSuffix(text, words[1]) {
+			t.Errorf("%s: %s", format, text)
+		}
+	}
+	b := &api.Backup{}
+	b.Name = "b"
+	for want, d := range map[string]*api.DigestsFact{"": nil, "on node n": {Node: "n", Percent: 100},
+		"no: node n knows the digests of 99 %; run `drover backup verify b`": {Node: "n", Percent: 99}} {
+		if b.Status.Digests = d; AtOnce(b) != want {
+			t.Errorf("%+v: %s", d, AtOnce(b))
+		}
+	}
+}
