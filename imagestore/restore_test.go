@@ -500,9 +500,9 @@ func (w *world) readServed(layer, root string, body []byte) {
 	}
 }
 
-// TestRestoreKeepsItsBackup: an image with Longhorn's URL, which names the image alone, waits for a single backup of the
-// name, and is restored from this one although another backup of the name comes during the restore, also after a restart
-// of the node. A later image with the URL chooses none of the two.
+// TestRestoreKeepsItsBackup: an image with Longhorn's URL, which names the image alone, waits for a single backup of
+// the name, and is restored from this one although another backup of the name comes during the restore, also after a
+// restart of the node. A later image with the URL chooses none of the two.
 func TestRestoreKeepsItsBackup(t *testing.T) {
 	w := newWorld(t, 1)
 	body := stateBody(7)

@@ -8,9 +8,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// Longhorn's URL of a backup of an image names the image alone. The planner chooses the backup before a copy begins, and
-// notes the backup in the status: a restore, and each later one, reads the same backup, although other backups of the
-// name come.
+// Longhorn's URL of a backup of an image names the image alone. The planner chooses the backup before a copy begins,
+// and notes the backup in the status: each restore of the image reads the same backup, although others of the name come.
 
 // isBackupOpen reports whether the backup of a restored image is not chosen yet.
 func isBackupOpen(img *api.BackingImage) bool {

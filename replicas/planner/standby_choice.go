@@ -47,9 +47,9 @@ func (o obstacle) exists() bool { return o.reason != "" }
 // standbyEvent is a change for an event.
 type standbyEvent struct{ kind, reason, text string }
 
-// advanceStandby decides what the volume holds and fetches, and changes the status. The volume fetches the newest backup
-// that is newer than the held one and has room. A backup that fails has its time, whatever else arrives. Afterwards a
-// search goes from the newest backup to older ones, and ends with the next backup that the volume holds.
+// advanceStandby decides what the volume holds and fetches, and changes the status. The volume fetches the newest
+// backup that is newer than the held one and has room. A backup that fails has its time, whatever else arrives.
+// Afterwards a search goes from the newest backup to older ones, and ends with the next backup that the volume holds.
 func advanceStandby(v *api.Volume, view *standbyView) (told []standbyEvent) {
 	st := v.Status.Standby
 	if st.Held != nil && view.held == nil {
@@ -99,8 +99,8 @@ func advanceStandby(v *api.Volume, view *standbyView) (told []standbyEvent) {
 }
 
 // choose returns the backup to fetch when there is no next one, or in place of one that failed; nil: none yet. Arrivals
-// and older backups take turns, so neither a flood of bad backups nor old ones keep the volume from a good one. After the
-// oldest backup another search begins, because the search did not try each arrival, and damage may be healed.
+// and older backups take turns, so neither a flood of bad backups nor old ones keep the volume from a good one. After
+// the oldest backup another search begins, because the search did not try each arrival, and damage may be healed.
 func (view *standbyView) choose(v *api.Volume, newer []*api.Backup) *api.Backup {
 	st := v.Status.Standby
 	older := view.olderUntried(v, newer)

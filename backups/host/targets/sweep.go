@@ -57,8 +57,8 @@ func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
 	return do(opened)
 }
 
-// sweep deletes the packs that no backup needs. unlisted are snapshots of backups without an object: no list may lack one
-// that the store has.
+// sweep deletes the packs that no backup needs. unlisted are snapshots of backups without an object: no list may lack
+// one that the store has.
 func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted []blob.ID, o Options) sweepResult {
 	result := sweepResult{request: *t.Status.SweepRequested}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) error {

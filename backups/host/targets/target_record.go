@@ -119,7 +119,7 @@ func (rec *targetRecord) nextSweep(t *api.BackupTarget, delay time.Duration) tim
 	if rec.requested.IsZero() {
 		rec.requested = t.Status.SweepRequested.Time
 	}
-	if t.ExplainReadOnly() != "" || !t.Status.Available {
+	if t.ExplainReadOnly() != "" || !t.Status.Available || rec.unlisted == nil { // nil: no visit of this process yet
 		return time.Time{}
 	}
 	if due := rec.requested.Add(delay); due.After(rec.sweepAgain) {

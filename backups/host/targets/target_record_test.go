@@ -10,6 +10,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
 )
 
 // TestResultOfAnotherStoreIsDropped: a visit of the store that the target had before tells nothing about the target; a
@@ -128,7 +129,8 @@ func TestLockOutlivesTheOtherOperation(t *testing.T) {
 }
 
 // TestSweepsAreDue: a sweep begins a while after the first of several requests, and later after a failure; without a
-// request, and in a store that is read-only or unavailable, none begins.
+// request, in a store that is read-only or unavailable, and before a visit knows the backups without an object, none
+// begins.
 func TestSweepsAreDue(t *testing.T) {
 	at := metav1.NewTime(time.Unix(1_700_000_000, 0))
 	b := &api.BackupTarget{Status: api.BackupTargetStatus{Available: true, SweepRequested: &at}}
@@ -139,6 +141,8 @@ func TestSweepsAreDue(t *testing.T) {
 			t.Errorf("%s: due %v, want %v", what, got, want)
 		}
 	}
+	expect("before the first visit of the process", time.Time{})
+	rec.unlisted = map[blob.ID]bool{}
 	expect("requested", at.Add(time.Minute))
 	later := metav1.NewTime(at.Add(50 * time.Second))
 	b.Status.SweepRequested = &later
