@@ -112,8 +112,8 @@ func TestStandbyFallsBackToAnOlderBackup(t *testing.T) {
 	}
 }
 
-// TestMessageSaysWhatArrives: the message of a standby volume names the backup that arrives and its progress, also beside
-// the reason why a newer one does not. Nothing arrives while the next backup fails.
+// TestMessageSaysWhatArrives: the message of a standby volume names the arriving backup and its progress, also beside the
+// reason why a newer backup does not arrive. Nothing arrives while the next backup fails.
 func TestMessageSaysWhatArrives(t *testing.T) {
 	f := newFallback(3, 2)
 	expect := func(after time.Duration, want string) {
@@ -301,7 +301,7 @@ func TestProgressEndsTheFailureOfARestore(t *testing.T) {
 }
 
 // TestBackupWithoutRoomIsKeptForAWhile: a backup whose content has grown beyond all disks keeps its image for
-// failurePatience, however little of it lacks, and longer while no other backup fits.
+// failurePatience, even if the image is whole, and longer while no other backup fits.
 func TestBackupWithoutRoomIsKeptForAWhile(t *testing.T) {
 	without := func(backups ...int) *fallback {
 		f := newFallback(backups...)
@@ -317,7 +317,7 @@ func TestBackupWithoutRoomIsKeptForAWhile(t *testing.T) {
 	f.expect(t, failurePatience-time.Second, "b1 b3")
 	f.expect(t, time.Second, "b1 b4")
 	f = without(3, 2)
-	f.v.Status.Standby.Held = nil // a whole image that nobody can use keeps no other one away
+	f.v.Status.Standby.Held = nil // a whole image without room keeps no other backup away
 	f.expect(t, failurePatience, " b2")
 
 	f = without(3)

@@ -26,7 +26,7 @@ type suppliedBackup struct {
 	restore time.Duration // how long the store needs for it
 	bad     bool          // the restore fails at its end
 	large   bool          // the content has no room on any disk, although the backup claims another size
-	done    time.Duration // of the restore that runs
+	done    time.Duration // of the running restore
 }
 
 func (b *suppliedBackup) isGood() bool { return !b.bad && !b.large && b.Status.VolumeSize < supplyDisk }
@@ -38,8 +38,8 @@ type supply struct {
 	rng      *rand.Rand
 	all      map[string]*suppliedBackup
 	next     string // the next backup of the last step
-	restores int    // that began
-	// The search that runs must end after limit restores while good exists.
+	restores int    // begun
+	// The running search must end before limit restores while the store has good.
 	search *metav1.Time
 	good   string
 	limit  int
@@ -70,7 +70,7 @@ func (s *supply) arrive(b suppliedBackup, cutAt time.Time) *suppliedBackup {
 	return &b
 }
 
-// newestGood is the newest listed backup that the volume can take; nil: none.
+// newestGood is the newest listed good backup; nil: none.
 func (s *supply) newestGood(older func(*api.Backup) bool) *suppliedBackup {
 	for _, b := range s.backups {
 		if g := s.all[b.Name]; g.isGood() && older(b) {
@@ -130,8 +130,7 @@ func (s *supply) checkHeld(before *api.StandbyBackup) {
 	}
 }
 
-// checkSearch demands that a search ends with another held backup, if a good one existed when the search began: after
-// two restores for each backup of then.
+// checkSearch fails the test if a search above a good backup takes more than two restores for each backup of its begin.
 func (s *supply) checkSearch() {
 	s.t.Helper()
 	now := s.v.Status.Standby.Search
@@ -157,9 +156,9 @@ func (s *supply) remove(n int) {
 	s.backups = slices.Delete(s.backups, n, n+1)
 }
 
-// TestStandbyHoldsTheNewestBackupThatCanBeTaken: whatever arrives in the store, and however long restores take, a search
-// reaches each good backup that existed when it began, after a bounded number of restores. Once no more backups arrive,
-// the volume holds the newest good one after a bounded number of restores. The status stays small.
+// TestStandbyHoldsTheNewestBackupThatCanBeTaken: with any arrivals, and however long restores take, a search reaches each
+// good backup of its begin after a bounded number of restores. After the last arrival the volume holds the newest good
+// backup after a bounded number of restores. The status stays small.
 func TestStandbyHoldsTheNewestBackupThatCanBeTaken(t *testing.T) {
 	for seed := range uint64(60) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
@@ -204,9 +203,8 @@ func TestStandbyHoldsTheNewestBackupThatCanBeTaken(t *testing.T) {
 	}
 }
 
-// TestFloodOfBadBackupsHidesNoGoodOne: bad backups that arrive faster than restores fail, also with old instants, and
-// that leave the store after their failure, keep a standby volume from no good backup, whether this came before the
-// flood or in its midst.
+// TestFloodOfBadBackupsHidesNoGoodOne: bad backups arrive faster than restores fail, also with old instants, or leave the
+// store after their failure. The standby volume reaches a good backup from before the flood, or from its midst.
 func TestFloodOfBadBackupsHidesNoGoodOne(t *testing.T) {
 	const restore = 90 * time.Minute
 	good, bad := suppliedBackup{restore: restore}, suppliedBackup{restore: restore, bad: true}
@@ -253,8 +251,8 @@ func TestFloodOfBadBackupsHidesNoGoodOne(t *testing.T) {
 	}
 }
 
-// TestFloodKeepsNoActivationFromAReadableBackup: an activation without a held backup, for which a bad backup arrives
-// more often than the store opens one, begins with the good one below after a bounded number of tries.
+// TestFloodKeepsNoActivationFromAReadableBackup: bad backups arrive more often than the store opens a backup. An
+// activation without a held backup begins with the good backup below after a bounded number of tries.
 func TestFloodKeepsNoActivationFromAReadableBackup(t *testing.T) {
 	const opening, interval = 50, 20 // in seconds
 	s := newSupply(t, 1)

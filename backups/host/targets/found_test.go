@@ -176,7 +176,7 @@ func TestFloodOfVolumesKeepsObjects(t *testing.T) {
 		t.Errorf("after newer backups of the volumes: Backups %s", w.listed())
 	}
 	w.hooks.hide("snapshots/" + old[0].String())
-	w.sync("default") // a visit that sees the same wrong list changes nothing
+	w.sync("default") // a visit with the same wrong list changes nothing
 	if m := w.sweep("default").Message; !strings.Contains(m, "lacks snapshot "+old[0].String()[:8]) {
 		t.Errorf("a sweep with a list that lacks a backup says %q", m)
 	}
@@ -196,8 +196,8 @@ func (w *world) sweep(name string) *api.SweepFact {
 	}).Status.LastSweep
 }
 
-// TestSweepFollowsDeletionsOfOthers: a backup that others deleted from the store ends no sweep if it had no object. If
-// it had one, a visit follows the sweep, and deletes the object, without pollInterval, too.
+// TestSweepFollowsDeletionsOfOthers: a backup without an object, deleted from the store by others, ends no sweep. After
+// the deletion of a backup with an object a visit follows the sweep, and deletes the object, without pollInterval, too.
 func TestSweepFollowsDeletionsOfOthers(t *testing.T) {
 	t.Parallel()
 	w := startWorld(t, func(r *targetReconciler) { r.opts.MostBackups = 2 }, "node-1")

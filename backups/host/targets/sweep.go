@@ -19,7 +19,7 @@ import (
 type sweepResult struct {
 	request metav1.Time // SweepRequested at the start
 	stats   repo.SweepStats
-	gone    []blob.ID      // snapshots of backups without an object that the store does not have any more
+	gone    []blob.ID      // unlisted snapshots, no longer in the store
 	usage   *api.UsageFact // nil: not known
 	err     error
 }
@@ -57,8 +57,8 @@ func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
 	return do(opened)
 }
 
-// sweep deletes the packs that no backup needs. unlisted are snapshots of backups without an object: no list may lack
-// one that the store has.
+// sweep deletes the packs that no backup needs. unlisted are snapshots of backups without a Backup: a list must have each
+// unlisted snapshot of the store.
 func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted []blob.ID, o Options) sweepResult {
 	result := sweepResult{request: *t.Status.SweepRequested}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) error {
@@ -93,8 +93,8 @@ func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted 
 	return result
 }
 
-// findUnlisted asks the store for each of the snapshots that a list lacks, by its name: others may have deleted it, and
-// then the store has none, or the list is wrong.
+// findUnlisted asks the store by name for each snapshot that a list lacks: either others have deleted the snapshot, or
+// the list is wrong.
 func findUnlisted(ctx context.Context, r *repo.Repository, unlisted []blob.ID, files []repo.SnapshotFile) (
 	existing, gone []blob.ID, err error) {
 	listed := make(map[blob.ID]bool, len(files))

@@ -26,8 +26,8 @@ type targetRecord struct {
 	missingAt   time.Time            // visitResult.missingAt
 	claimed     *api.TargetClaim     // of this process; the next visit may make the repository
 	memory      *visitMemory
-	// Snapshots of backups that had no object at a visit, because there are too many. A list that lacks one changes
-	// nothing: a deletion, or a sweep that asks the store for the snapshot, ends its entry.
+	// Snapshots of backups without an object at a visit, because the store has too many. A list without such a snapshot
+	// changes nothing: a deletion, or a sweep after a question to the store, removes the entry.
 	unlisted map[blob.ID]bool
 
 	deletion      *job[deletionResult]
@@ -300,7 +300,7 @@ func (rec *targetRecord) applySweep(t *api.BackupTarget, now time.Time) {
 			rec.sweepAgain = now.Add(time.Minute)
 		}
 		if api.Is(s.err, api.Unavailable) {
-			rec.missingAt = now // others may have deleted the snapshot of a Backup: a visit looks
+			rec.missingAt = now // others may have deleted the snapshot of a Backup: visit the store
 		}
 		fact.Message = api.ClipMessage(s.err.Error())
 	}
