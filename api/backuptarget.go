@@ -182,7 +182,7 @@ const (
 	ReasonOtherRepository  = "OtherRepository"
 	ReasonLostRepository   = "RepositoryLost"
 	ReasonBadRepository    = "InvalidRepository"
-	ReasonEmptyList        = "ListIncomplete"
+	ReasonListIncomplete        = "ListIncomplete"
 	ReasonNotInitialized   = "NotInitialized"
 	ReasonReadOnlyAndEmpty = "ReadOnly"
 )

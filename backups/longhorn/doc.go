@@ -202,6 +202,30 @@ func (s *Store) ListImages(ctx context.Context) (names []string, err error) {
 	return names, err
 }
 
+// HasBackup reports whether the store has a backup, also one in progress. It asks for the very object, not for a list.
+func (s *Store) HasBackup(ctx context.Context, n Name) (bool, error) {
+	if !longhornName.MatchString(n.Volume) || !longhornName.MatchString(n.Backup) {
+		return false, nil
+	}
+	return s.has(ctx, backupFile(n))
+}
+
+// HasImage is HasBackup for a backing image.
+func (s *Store) HasImage(ctx context.Context, name string) (bool, error) {
+	if !longhornName.MatchString(name) {
+		return false, nil
+	}
+	return s.has(ctx, imageFileOf(name))
+}
+
+func (s *Store) has(ctx context.Context, object string) (bool, error) {
+	_, err := s.store.Stat(ctx, object)
+	if api.Is(err, api.NotFound) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
 // volumeFolder is the folder of a volume.
 func volumeFolder(volume string) string {
 	sum := checksum([]byte(volume))

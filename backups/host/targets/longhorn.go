@@ -6,6 +6,7 @@ import (
 	"io"
 	"log/slog"
 	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 
@@ -75,6 +76,30 @@ func (l *longhornSnapshots) ListSnapshots(ctx context.Context) ([]repo.SnapshotF
 		l.images[id] = name
 	}
 	return files, nil
+}
+
+// Has implements snapshotLister. Of a backup whose name in the store is unknown, because a user chose the object's name
+// or the name was cut, the lists alone are believed: Drover deletes nothing in such a store.
+func (l *longhornSnapshots) Has(ctx context.Context, b api.StoredBackup) (bool, error) {
+	id, _ := snapshotOf(b)
+	for _, name := range []string{b.GetName(), strings.TrimSuffix(b.GetName(), nameSuffix(id))} {
+		var has bool
+		var err error
+		switch b := b.(type) {
+		case *api.Backup:
+			if n := (longhorn.Name{Volume: b.Spec.Volume, Backup: name}); n.ID() == id {
+				has, err = l.store.HasBackup(ctx, n)
+			}
+		case *api.BackupBackingImage:
+			if longhorn.ImageID(name) == id {
+				has, err = l.store.HasImage(ctx, name)
+			}
+		}
+		if has || err != nil {
+			return has, err
+		}
+	}
+	return false, nil
 }
 
 // longhornReaders is how many backups are read at once: the reads of small objects mostly wait for the store.

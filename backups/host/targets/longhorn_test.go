@@ -91,6 +91,17 @@ func TestLonghornStoreIsShownAndNotChanged(t *testing.T) {
 		t.Errorf("the deleted Backup did not come back: %+v", again.Status)
 	}
 
+	w.hooks.hide(longhorntest.CfgName("pvc-1", "backup-1"))
+	w.sync("old")
+	w.clock.advance(time.Hour)
+	w.syncTo("old", api.ReasonListIncomplete, "1 backup that its lists lack, such as backup-1;")
+	if w.backups()["backup-1"] == nil {
+		t.Error("short lists deleted the Backup")
+	}
+	w.hooks.hide()
+	w.sync("old")
+	w.awaitReason("old", api.ReasonAvailable, "")
+
 	must(t, os.Remove(filepath.Join(dir, longhorntest.CfgName("pvc-1", "backup-1"))))
 	w.sync("old")
 	if w.backups()["backup-1"] == nil {

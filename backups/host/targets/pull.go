@@ -190,10 +190,13 @@ func (v *visit) pullBackup(ctx context.Context, f foundBackup) (created bool, er
 
 // pulledNames are the names that the Backup of a snapshot may have, in order of preference.
 func pulledNames(name string, id blob.ID) []string {
-	suffix := "-" + id.String()[:8]
+	suffix := nameSuffix(id)
 	// No name has a dot before the suffix.
 	return []string{name, strings.TrimRight(name[:min(len(name), tags.NameLimit-len(suffix))], ".") + suffix}
 }
+
+// nameSuffix ends the second name of a found backup.
+func nameSuffix(id blob.ID) string { return "-" + id.String()[:8] }
 
 func (v *visit) newBackup(name string, f foundBackup) api.StoredBackup {
 	if f.facts.IsImage() {

@@ -1,6 +1,7 @@
 package targets
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
@@ -105,7 +107,7 @@ func (v *visit) visitStore(ctx context.Context, result *visitResult) (err error)
 		result.keyFiles = v.memory.count
 	}
 	v.followRequests(ctx, r, c.passwords, result)
-	if err := v.compareBackups(ctx, r, result); err != nil {
+	if err := v.compareBackups(ctx, repositorySnapshots{r}, result); err != nil {
 		return err
 	}
 	v.measure(ctx, r, result)
@@ -179,9 +181,23 @@ type snapshotLister interface {
 	// returns end LoadSnapshots.
 	LoadSnapshots(ctx context.Context, files []repo.SnapshotFile,
 		each func(place int, s repo.Snapshot, err error) error) error
+	// Has reports whether the store has the backup of an object. It asks for the very object of the store, because lists
+	// may be short.
+	Has(ctx context.Context, b api.StoredBackup) (bool, error)
 }
 
-var _ snapshotLister = (*repo.Repository)(nil)
+// repositorySnapshots is the snapshotLister of a repository.
+type repositorySnapshots struct{ *repo.Repository }
+
+// Has implements snapshotLister.
+func (r repositorySnapshots) Has(ctx context.Context, b api.StoredBackup) (bool, error) {
+	id, _ := snapshotOf(b)
+	_, err := r.FindSnapshot(ctx, id)
+	if api.Is(err, api.NotFound) {
+		return false, nil
+	}
+	return err == nil, err
+}
 
 // updateKeys makes the key files follow the passwords of the Secret. To try passwords takes long, so a visit does
 // nothing if neither passwords nor key files changed since an earlier visit.
@@ -232,11 +248,11 @@ func (v *visit) compareBackups(ctx context.Context, r snapshotLister, result *vi
 	}
 	if len(files) == 0 && len(missing) > 0 {
 		clear(v.memory.missing)
-		return faultf(api.ReasonEmptyList, "the store lists no snapshot, and %s of the target exist; mount or restore the "+
+		return faultf(api.ReasonListIncomplete, "the store lists no snapshot, and %s of the target exist; mount or restore the "+
 			"folder or bucket, or delete these Backups if they are lost", api.CountText(len(missing), "Backup"))
 	}
 	result.listedAt = v.opts.Now()
-	if err := v.deleteLost(ctx, missing, result); err != nil {
+	if err := v.deleteLost(ctx, r, missing, result); err != nil {
 		return err
 	}
 	if err := v.pull(ctx, r, files, known, result); err != nil {
@@ -247,13 +263,16 @@ func (v *visit) compareBackups(ctx context.Context, r snapshotLister, result *vi
 }
 
 // deleteLost deletes the Backups that two lists lack, with a pause of Options.Confirm between the lists, if the
-// repository was known before.
-func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]api.StoredBackup, result *visitResult) error {
+// repository was known before, and the store has not the snapshot of any of them. A store that lost a part of its lists
+// still has the snapshots, and a sweep spares only those that Backups name.
+func (v *visit) deleteLost(ctx context.Context, r snapshotLister, missing map[blob.ID]api.StoredBackup,
+	result *visitResult) error {
 	for id := range v.memory.missing {
 		if missing[id] == nil {
 			delete(v.memory.missing, id)
 		}
 	}
+	var lost []api.StoredBackup
 	for id, b := range missing {
 		first, again := v.memory.missing[id]
 		if !again {
@@ -262,23 +281,58 @@ func (v *visit) deleteLost(ctx context.Context, missing map[blob.ID]api.StoredBa
 		}
 		due := first.Add(v.opts.Confirm)
 		if st := &v.target.Status; !again || result.listedAt.Before(due) || st.RepositoryID == "" && st.Format == "" {
-			if result.missingAt.IsZero() || due.Before(result.missingAt) {
-				result.missingAt = due
-			}
+			result.missingAt = earlier(result.missingAt, due)
 			continue
 		}
+		lost = append(lost, b)
+	}
+	if err := v.confirmLost(ctx, r, lost); err != nil {
+		return err
+	}
+	for _, b := range lost {
 		if err := v.deleteObject(ctx, b, "the store lacks it"); err != nil {
 			return err
 		}
+		id, _ := snapshotOf(b)
 		delete(v.memory.missing, id)
 		result.lost++
 	}
 	return nil
 }
 
-// deleteObject deletes a Backup, and nothing in the store, after the finalizer: the deletion of a Backup with a
-// finalizer deletes the snapshot in the store, too, and the lists may be wrong. If another program changes the Backup
-// meanwhile, the Backup stays, and the next visit finds the Backup again.
+// confirmWorkers is how many objects of the store a visit asks for at once.
+const confirmWorkers = 16
+
+// confirmLost returns a fault unless the store, asked for each backup, has none of them.
+func (v *visit) confirmLost(ctx context.Context, r snapshotLister, lost []api.StoredBackup) error {
+	exists := make([]bool, len(lost))
+	group, groupCtx := errgroup.WithContext(ctx)
+	group.SetLimit(confirmWorkers)
+	for i, b := range lost {
+		group.Go(func() (err error) {
+			exists[i], err = r.Has(groupCtx, b)
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return storeFault(ctx, err)
+	}
+	first, count := "", 0
+	for i, b := range lost {
+		if exists[i] {
+			first, count = cmp.Or(first, b.GetName()), count+1
+		}
+	}
+	if count == 0 {
+		return nil
+	}
+	return faultf(api.ReasonListIncomplete, "the store has %s that its lists lack, such as %s; repair the lists of the "+
+		"folder or bucket, or delete these Backups", api.CountText(count, "backup"), first)
+}
+
+// deleteObject deletes a Backup, and nothing in the store, after the finalizer: the deletion of a Backup with a finalizer
+// deletes the snapshot in the store, too, and the lists may be wrong. If another program changes the Backup meanwhile,
+// the Backup stays, and the next visit finds the Backup again.
 func (v *visit) deleteObject(ctx context.Context, cached api.StoredBackup, why string) error {
 	b := copyOf(cached)
 	controllerutil.RemoveFinalizer(b, api.Finalizer)

@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/tags"
 	"drover.io/drover/driver/kubeapi/apitest"
@@ -199,7 +200,7 @@ func TestEmptyListDeletesNothing(t *testing.T) {
 	for range 3 {
 		w.clock.advance(time.Hour)
 		w.sync("default")
-		w.awaitReason("default", api.ReasonEmptyList, "2 Backups of the target exist")
+		w.awaitReason("default", api.ReasonListIncomplete, "2 Backups of the target exist")
 	}
 	if n := len(w.backups()); n != 2 {
 		t.Errorf("%d Backups are left", n)
@@ -209,27 +210,30 @@ func TestEmptyListDeletesNothing(t *testing.T) {
 	w.awaitReason("default", api.ReasonAvailable, "")
 }
 
-// TestLostBackupIsDeletedAfterTwoLists: a Backup that a list lacks is deleted after another list, a minute later, and
-// never from the store: after wrong lists, the Backup comes back. A Backup that comes back in between stays.
+// TestLostBackupIsDeletedAfterTwoLists: a Backup whose snapshot the store lost is deleted after two lists, with a minute
+// in between. A Backup that comes back in between stays, and one that comes back later has an object again.
 func TestLostBackupIsDeletedAfterTwoLists(t *testing.T) {
 	w := newWorld(t, "node-1")
 	s := newShelf(t, "x")
 	lost, other := s.save(100, factsOf("lost").Tags()...), s.save(100, factsOf("other").Tags()...)
 	w.addTarget("default", s.url(), "x")
 	w.awaitReason("default", api.ReasonAvailable, "")
-	lists := func(pause time.Duration, hidden ...string) {
+	path := filepath.Join(s.dir, "snapshots", lost.String())
+	aside := filepath.Join(t.TempDir(), "aside")
+	lists := func(pause time.Duration) {
 		t.Helper()
-		w.hooks.hide(hidden...)
 		w.clock.advance(pause - time.Second) // and a second in sync
 		w.sync("default")
 		w.awaitReason("default", api.ReasonAvailable, "")
 	}
-	name := "snapshots/" + lost.String()
 	before := w.backups()["lost"].UID
-	lists(time.Hour, name)
-	lists(time.Minute) // the store lists it again
-	lists(time.Hour, name)
-	lists(30*time.Second, name)
+	must(t, os.Rename(path, aside))
+	lists(time.Hour)
+	must(t, os.Rename(aside, path))
+	lists(time.Minute)
+	must(t, os.Rename(path, aside))
+	lists(time.Hour)
+	lists(30 * time.Second)
 	if b := w.backups()["lost"]; b == nil || b.UID != before || b.DeletionTimestamp != nil || len(b.Finalizers) != 1 {
 		t.Errorf("after lists in half a minute: %+v", b)
 	}
@@ -239,12 +243,90 @@ func TestLostBackupIsDeletedAfterTwoLists(t *testing.T) {
 	if note := w.awaitEvent("BackupLost"); !strings.Contains(note, "1 backup:") {
 		t.Errorf("event: %s", note)
 	}
-	if !s.has(lost) || !s.has(other) || w.backups()["other"] == nil {
-		t.Error("the store, or the API, lost a backup")
+	if !s.has(other) || w.backups()["other"] == nil {
+		t.Error("the store, or the API, lost another backup")
 	}
+	must(t, os.Rename(aside, path))
 	lists(time.Minute)
 	if b := w.backups()["lost"]; b == nil || b.Status.State != api.BackupCompleted {
 		t.Errorf("the backup did not come back: %+v", b)
+	}
+}
+
+// TestShortListsLoseNothing: a store whose lists lack some snapshots for good, though it has them, costs no object and no
+// pack: the target says so, and no sweep runs. When the lists are whole again the sweep frees the space of the deleted
+// backup alone.
+func TestShortListsLoseNothing(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	image := tags.Facts{Backup: "golden", Image: "golden", ImageDigest: strings.Repeat("a", 64), Object: uid(1),
+		VolumeSize: 10 << 20}
+	hidden := []blob.ID{s.save(1<<20, factsOf("hidden").Tags()...), s.save(1<<20, image.Tags()...)}
+	s.save(1<<20, factsOf("listed").Tags()...)
+	s.save(1<<20, factsOf("unwanted").Tags()...)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	before := s.bytes()
+	w.hooks.hide("snapshots/"+hidden[0].String(), "snapshots/"+hidden[1].String())
+	w.sync("default")
+	w.Delete(w.backups()["unwanted"])
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("unwanted")}, &api.BackupList{})
+	for range 3 {
+		w.clock.advance(time.Hour)
+		w.syncTo("default", api.ReasonListIncomplete, "2 backups that its lists lack")
+	}
+	var images api.BackupBackingImageList
+	must(t, w.Client.List(w.Ctx, &images))
+	if got := w.listed(); got != "hidden listed" || len(images.Items) != 1 {
+		t.Errorf("Backups %s, %d BackupBackingImages are left", got, len(images.Items))
+	}
+	if after := s.bytes(); before-after > 1<<16 {
+		t.Errorf("%d bytes before, %d after", before, after)
+	}
+
+	w.hooks.hide()
+	w.clock.advance(time.Hour)
+	w.sync("default")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.SweepRequested == nil })
+	if after := s.bytes(); before-after < 1<<20 || before-after > 5<<19 {
+		t.Errorf("%d bytes before, %d after the sweep", before, after)
+	}
+	if damage, err := s.r.Check(t.Context(), repo.WriterOptions{}); err != nil || !damage.IsZero() {
+		t.Errorf("after the sweep: %+v, %v", damage, err)
+	}
+}
+
+// TestLostBackupStaysWhileTheStoreDoesNotAnswer: lists lack a Backup, and the store does not say whether it has the
+// snapshot.
+func TestLostBackupStaysWhileTheStoreDoesNotAnswer(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	lost := s.save(100, factsOf("lost").Tags()...)
+	s.save(100, factsOf("other").Tags()...)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	name := "snapshots/" + lost.String()
+	must(t, os.Remove(filepath.Join(s.dir, name)))
+	w.hooks.set(func(_ context.Context, operation, of string) error {
+		if operation == "stat" && of == name {
+			return api.Errorf(api.Unavailable, "the store sleeps")
+		}
+		return nil
+	})
+	w.sync("default")
+	for range 2 {
+		w.clock.advance(time.Hour)
+		w.syncTo("default", api.ReasonUnreachable, "the store sleeps")
+	}
+	if w.listed() != "lost other" {
+		t.Errorf("Backups %s are left", w.listed())
+	}
+	w.hooks.set(nil)
+	w.sync("default")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	if w.listed() != "other" {
+		t.Errorf("Backups %s after the answer", w.listed())
 	}
 }
 

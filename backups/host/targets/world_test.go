@@ -149,6 +149,14 @@ func (w *world) sync(name string) *api.BackupTarget {
 	return w.awaitTarget(name, "synced", func(t *api.BackupTarget) bool { return t.Status.SyncedRequest.Equal(&at) })
 }
 
+// syncTo asks for a visit, which must end with a reason whose message says text.
+func (w *world) syncTo(name, reason, text string) {
+	w.T.Helper()
+	if t := w.sync(name); reasonNow(t) != reason || !strings.Contains(t.Status.Message, text) {
+		w.T.Fatalf("target %s: %s: %s; want %s: %s", name, reasonNow(t), t.Status.Message, reason, text)
+	}
+}
+
 // wake makes the reconciler look at the clock again.
 func (w *world) wake(name string) {
 	w.T.Helper()
@@ -286,6 +294,13 @@ func (s *hookedStore) Get(ctx context.Context, name string, off, n int64) ([]byt
 		return nil, err
 	}
 	return s.Store.Get(ctx, name, off, n)
+}
+
+func (s *hookedStore) Stat(ctx context.Context, name string) (target.Object, error) {
+	if err := s.begin(ctx, "stat", name); err != nil {
+		return target.Object{}, err
+	}
+	return s.Store.Stat(ctx, name)
 }
 
 func (s *hookedStore) List(ctx context.Context, prefix string, each func(target.Object) error) error {
