@@ -35,8 +35,9 @@ const (
 // Backup is the content of a volume at an instant, in the store of a BackupTarget. Spec: written by the client that
 // wants the backup, or by the node role for a backup found in a store; spec.source by the controller role. Status: by
 // the controller role while spec.source and spec.snapshotID are empty; then by the node role of spec.source.node until
-// the backup is Completed or has an Error; from then on, and for backups with spec.snapshotID or spec.copyOf, by the
-// node role of the target's owner; of a copy without a target by the controller role. Labels: LabelVolume,
+// the backup is Completed or has an Error; from then on, for backups with spec.snapshotID or spec.copyOf, and for a
+// deleted backup that lost its source after its begin, by the node role of the target's owner; of a copy without a
+// target by the controller role. Labels: LabelVolume,
 // LabelBackupTarget. Finalizer: Finalizer, removed when the store has no trace of the backup. The backup outlives its
 // volume and its snapshot.
 //
@@ -220,6 +221,13 @@ func IsCopy(b StoredBackup) bool { return b.Origin() != "" }
 func hasEnded(b StoredBackup) bool {
 	s := b.Common()
 	return b.FoundSnapshot() != "" || s.SnapshotID != "" || s.State == BackupCompleted || s.State == BackupError
+}
+
+// HasBegun reports whether a node began a backup that has not ended, or failed: the store may have packs of it, and a
+// snapshot that the status does not name.
+func HasBegun(b StoredBackup) bool {
+	s := b.Common()
+	return s.Attempts > 0 || s.State == BackupInProgress || s.State == BackupDeleting
 }
 
 // Ended implements StoredBackup.

@@ -47,12 +47,6 @@ func isMine(b api.StoredBackup, node string) bool {
 	return at == node && !b.Ended()
 }
 
-// isBegun reports whether the repository may have a snapshot of an unfinished Backup.
-func isBegun(b api.StoredBackup) bool {
-	s := b.Common()
-	return s.Attempts > 0 || s.State == api.BackupInProgress || s.State == api.BackupDeleting
-}
-
 // Reconcile compares one Backup with its work.
 func (m *maker) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	b, err := findBackup(ctx, m, req.NamespacedName)
@@ -132,7 +126,7 @@ func (m *maker) beginAttempt(ctx context.Context, b api.StoredBackup) (ctrl.Resu
 		_, err := m.putStatus(ctx, b, old)
 		return wait, err
 	}
-	again := isBegun(b)
+	again := api.HasBegun(b)
 	st.State, st.Message, st.OwnerID, st.NextTry = api.BackupInProgress, "", m.node, nil
 	st.EstimatedEnd = nil // of a former process
 	// Without a change, too: the write finds out whether the cache is behind, and the backup has ended.
@@ -162,7 +156,7 @@ func (m *maker) beginRemoval(ctx context.Context, b api.StoredBackup) (ctrl.Resu
 	if pause := m.untilRetry(b); pause > 0 && st.State == api.BackupDeleting {
 		return ctrl.Result{RequeueAfter: pause}, nil
 	}
-	begun := isBegun(b)
+	begun := api.HasBegun(b)
 	st.State, st.OwnerID, st.NextTry = api.BackupDeleting, m.node, nil
 	if st.State != old.Common().State {
 		st.Message, st.Attempts = "", 0

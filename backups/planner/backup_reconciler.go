@@ -323,13 +323,13 @@ func (r *backupReconciler) planDeletion(ctx context.Context, b api.StoredBackup)
 	}
 	node, _ := b.SourceDisk()
 	switch {
-	case !api.IsCopy(b) && node == "" && b.FoundSnapshot() == "" && b.Common().SnapshotID == "":
+	case !api.IsCopy(b) && node == "" && b.FoundSnapshot() == "" && b.Common().SnapshotID == "" && !api.HasBegun(b):
 		// the store has no trace
-	case !api.IsCopy(b) && !b.Ended():
+	case !api.IsCopy(b) && node != "" && !b.Ended():
 		return r.checkNode(ctx, b)
 	default:
-		// The node role of the target's owner deletes the backup, or the copy, in the store. Without the target, the store
-		// keeps the backup.
+		// The node role of the target's owner deletes the backup, or the copy, in the store, and what a lost node left of the
+		// backup. Without the target, the store keeps the backup.
 		err := r.live.Get(ctx, client.ObjectKey{Name: b.Target()}, &api.BackupTarget{})
 		if err == nil || !apierrors.IsNotFound(err) {
 			return ctrl.Result{}, err
@@ -340,8 +340,8 @@ func (r *backupReconciler) planDeletion(ctx context.Context, b api.StoredBackup)
 	return ctrl.Result{}, ignoreRace(r.Update(ctx, b))
 }
 
-// checkNode takes a deleted backup from a silent node. A node that answers cancels the backup, and removes the
-// finalizer.
+// checkNode takes a deleted backup from a silent node, for the owner of the target. A node that answers cancels the
+// backup, and removes the finalizer.
 func (r *backupReconciler) checkNode(ctx context.Context, b api.StoredBackup) (ctrl.Result, error) {
 	var nodes api.NodeList
 	if err := r.List(ctx, &nodes); err != nil {

@@ -149,20 +149,45 @@ func TestBackupsThatNeverBeganAreDeleted(t *testing.T) {
 	awaitLeaving(w, s, &api.SnapshotList{})
 }
 
-// TestNodeOfADeletedBackupRemovesTheFinalizer: the planner leaves a deleted backup to the node that makes the backup,
-// until the node is silent.
-func TestNodeOfADeletedBackupRemovesTheFinalizer(t *testing.T) {
+// TestDeletedBackupOfALostNodeIsLeftToTheTarget: the planner leaves a deleted backup to the node that makes the backup,
+// until the node is silent; then to the owner of the target, because the store may have a trace. So it does with a backup
+// that lost its node before the deletion.
+func TestDeletedBackupOfALostNodeIsLeftToTheTarget(t *testing.T) {
 	w := newWorld(t)
 	w.addNodes("n1")
-	w.addTarget("t")
+	target := w.addTarget("t")
 	v := w.addVolume("v", "n1")
 	w.addSnapshot(v, "s")
 	b := w.begin("b", v, "s", "n1")
+	later := w.begin("later", v, "s", "n1")
 	w.Delete(b)
 	w.editNode("n1", func(n *api.NodeStatus) { n.Disks[0].Ready = false })
 	w.stays("b", "the node answers, with or without the disk")
+	w.awaitState("later", api.BackupPending, "")
+	w.Delete(later)
+	w.stays("later", "the owner of the target deletes the backup")
 	w.editNode("n1", func(n *api.NodeStatus) {
 		n.Heartbeat, n.Disks[0].Ready = metav1.NewTime(time.Now().Add(-time.Hour)), true
+	})
+	w.awaitBackup("b", "without a source", func(b *api.Backup) bool { return b.Spec.Source == nil })
+	w.stays("b", "the owner of the target deletes the backup")
+	w.Delete(target)
+	w.AwaitDeleted(b, &api.BackupList{})
+	w.AwaitDeleted(later, &api.BackupList{})
+}
+
+// TestUnbegunBackupOfALostNodeIsDeleted: the store has no trace of a backup that a silent node has not begun.
+func TestUnbegunBackupOfALostNodeIsDeleted(t *testing.T) {
+	w := newWorld(t)
+	w.addNodes("n1")
+	w.addTarget("t")
+	w.addSnapshot(w.addVolume("v", "n1"), "s")
+	w.addBackup("b", "v", "s")
+	b := w.awaitSource("b", "n1")
+	w.Delete(b)
+	w.stays("b", "the node answers")
+	w.editNode("n1", func(n *api.NodeStatus) {
+		n.Heartbeat, n.Disks[0].Ready = metav1.NewTime(time.Now().Add(-time.Hour)), false
 	})
 	w.AwaitDeleted(b, &api.BackupList{})
 }

@@ -50,12 +50,6 @@ func (r *reconciler) setWork(name string, w *work) {
 	r.works[name] = w
 }
 
-// isBegun reports whether the repository may have a snapshot of an unfinished copy.
-func isBegun(b api.StoredBackup) bool {
-	s := b.Common()
-	return s.Attempts > 0 || s.State == api.BackupInProgress || s.State == api.BackupDeleting
-}
-
 // isMine reports whether the node makes the copy, and when that may change without an event; zero: never.
 func (r *reconciler) isMine(ctx context.Context, b api.StoredBackup) (mine bool, next time.Time, err error) {
 	if !api.IsCopy(b) || b.Ended() {
@@ -220,7 +214,7 @@ func (r *reconciler) beginAttempt(ctx context.Context, b api.StoredBackup) (ctrl
 		}
 		return ctrl.Result{}, err
 	}
-	again := isBegun(b)
+	again := api.HasBegun(b)
 	st.State, st.Message = api.BackupInProgress, ""
 	// Without a change, too: the write finds out whether the cache is behind, and the copy has ended.
 	if err := r.Status().Update(ctx, b); err != nil {
@@ -252,7 +246,7 @@ func (r *reconciler) postpone(ctx context.Context, b api.StoredBackup, old *api.
 	return ctrl.Result{RequeueAfter: originRetry}, err
 }
 
-// begunAttempts keeps isBegun true for a copy that waits again.
+// begunAttempts keeps api.HasBegun true for a copy that waits again.
 func begunAttempts(old *api.CommonBackupStatus) int32 {
 	if old.State == api.BackupInProgress {
 		return 1
@@ -291,7 +285,7 @@ func (r *reconciler) beginRemoval(ctx context.Context, b api.StoredBackup) (ctrl
 	if !controllerutil.ContainsFinalizer(b, api.Finalizer) {
 		return ctrl.Result{}, nil
 	}
-	begun, st, old := isBegun(b), b.Common(), b.Common().DeepCopy()
+	begun, st, old := api.HasBegun(b), b.Common(), b.Common().DeepCopy()
 	if st.State != api.BackupDeleting {
 		st.Message, st.Attempts = "", 0
 	}

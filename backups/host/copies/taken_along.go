@@ -42,7 +42,7 @@ func (r *reconciler) takeImageAlong(ctx context.Context, b, origin api.StoredBac
 	if stored == nil {
 		return nil // a restore needs no image
 	}
-	if failed != nil && !isBegun(b) {
+	if failed != nil && !api.HasBegun(b) {
 		return r.deleteFailed(ctx, failed)
 	}
 	x := &api.BackupBackingImage{Spec: api.BackupBackingImageSpec{BackupTargetName: b.Target(), BackingImageName: image,

@@ -25,9 +25,12 @@ func (d *deletionResult) has(b api.StoredBackup) bool {
 	return slices.Contains(d.objects, api.UID(b.GetUID()))
 }
 
-// isToDelete reports whether the store has, or may have, a trace of a backup that a user deleted.
+// isToDelete reports whether the store has, or may have, a trace of a backup that a user deleted, and no node works at the
+// backup: it has ended, or lost its node.
 func isToDelete(b api.StoredBackup) bool {
-	return b.GetDeletionTimestamp() != nil && b.Ended() && controllerutil.ContainsFinalizer(b, api.Finalizer)
+	node, _ := b.SourceDisk()
+	lost := node == "" && !api.IsCopy(b) && api.HasBegun(b)
+	return b.GetDeletionTimestamp() != nil && (b.Ended() || lost) && controllerutil.ContainsFinalizer(b, api.Finalizer)
 }
 
 // addTraceless adds the deleted Backups of which the store cannot have a trace: no node began them, or the target never
@@ -38,8 +41,7 @@ func (rec *targetRecord) addTraceless(t *api.BackupTarget, backups []api.StoredB
 		exists[b.GetUID()] = true
 		_, known := rec.deleted[b.GetUID()]
 		_, has := snapshotOf(b)
-		node, _ := b.SourceDisk()
-		if known || has || !isToDelete(b) || (node != "" || api.IsCopy(b)) && t.Status.RepositoryID != "" {
+		if known || has || !isToDelete(b) || (api.HasBegun(b) || api.IsCopy(b)) && t.Status.RepositoryID != "" {
 			continue
 		}
 		rec.deleted[b.GetUID()] = false
@@ -90,7 +92,7 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 		for _, b := range waiting[:min(len(waiting), deletionBatch)] {
 			if id, has := snapshotOf(b); has {
 				ids = append(ids, id)
-			} else { // a failed attempt may have left a snapshot that its status does not name
+			} else { // an attempt may have left a snapshot that the status does not name
 				objects = append(objects, api.UID(b.GetUID()))
 			}
 		}

@@ -13,6 +13,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/tags"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
@@ -166,6 +167,53 @@ func TestFailedBackupIsReleased(t *testing.T) {
 	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("begun")}, &api.BackupList{})
 	if b := w.backups()["working"]; b == nil || len(b.Finalizers) != 1 || b.Status.State != api.BackupNew {
 		t.Errorf("the Backup in work: %+v", b)
+	}
+}
+
+// TestBackupOfALostNodeIsDeletedInTheStore: a deleted backup that a node began, and whose source the controller role took
+// away, loses the snapshots of the object before the finalizer, and a sweep is requested; so does one that failed then.
+// The snapshot becomes no Backup. A deleted backup that no node began is not the owner's.
+func TestBackupOfALostNodeIsDeletedInTheStore(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	b := &api.Backup{ObjectMeta: metav1.ObjectMeta{Name: "b", Finalizers: []string{api.Finalizer}},
+		Spec: api.BackupSpec{BackupTargetName: "default", Volume: "vol"}}
+	failed, fresh := b.DeepCopy(), b.DeepCopy()
+	failed.Name, fresh.Name = "failed", "fresh"
+	image := &api.BackupBackingImage{ObjectMeta: metav1.ObjectMeta{Name: "i", Finalizers: []string{api.Finalizer}},
+		Spec: api.BackupBackingImageSpec{BackupTargetName: "default", BackingImageName: "golden"}}
+	w.Create(b, failed, fresh, image)
+	begun := api.CommonBackupStatus{State: api.BackupInProgress}
+	apitest.EditStatus(w.Server, b, func(b *api.Backup) { b.Status.CommonBackupStatus = begun })
+	apitest.EditStatus(w.Server, image, func(b *api.BackupBackingImage) { b.Status.CommonBackupStatus = begun })
+	apitest.EditStatus(w.Server, failed, func(b *api.Backup) { b.Status.State, b.Status.Attempts = api.BackupError, 1 })
+	facts := tags.Facts{Backup: "i", Image: "golden", ImageDigest: strings.Repeat("a", 64), Object: api.UID(image.UID),
+		VolumeSize: 10 << 20}
+	of := func(b *api.Backup) []string {
+		f := factsOf(b.Name)
+		f.Object = api.UID(b.UID)
+		return f.Tags()
+	}
+	ids := s.saveMany(100, of(b), of(failed), facts.Tags())
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	w.Delete(fresh)
+	w.Delete(b)
+	w.Delete(failed)
+	w.Delete(image)
+	w.AwaitDeleted(b, &api.BackupList{})
+	w.AwaitDeleted(failed, &api.BackupList{})
+	w.AwaitDeleted(image, &api.BackupBackingImageList{})
+	for _, id := range ids {
+		if s.has(id) {
+			t.Errorf("snapshot %s exists", id)
+		}
+	}
+	if st := w.sync("default").Status; st.SweepRequested == nil && st.LastSweep == nil || st.Backups != 0 {
+		t.Errorf("status %+v", st)
+	}
+	if left := w.backups(); w.listed() != "fresh" || left["fresh"].Status.State != api.BackupNew {
+		t.Errorf("Backups %s; %+v", w.listed(), left["fresh"])
 	}
 }
 

@@ -68,13 +68,13 @@ func (r *targetReconciler) setup(mgr ctrl.Manager) error {
 		Complete(r)
 }
 
-// isNews reports whether a backup became one to delete from the store, or an attempt of the backup failed.
+// isNews reports whether a backup became one to delete from the store, or ended, or an attempt of the backup failed.
 func isNews(old, now client.Object) bool {
 	_, before := old.GetAnnotations()[api.AnnotationForceDelete]
 	_, forced := now.GetAnnotations()[api.AnnotationForceDelete]
+	a, b := old.(api.StoredBackup), now.(api.StoredBackup)
 	return !old.GetDeletionTimestamp().Equal(now.GetDeletionTimestamp()) || before != forced ||
-		old.(api.StoredBackup).Ended() != now.(api.StoredBackup).Ended() ||
-		!nextTry(old.(api.StoredBackup)).Equal(nextTry(now.(api.StoredBackup)))
+		isToDelete(a) != isToDelete(b) || a.Ended() != b.Ended() || !nextTry(a).Equal(nextTry(b))
 }
 
 // returned reports whether a silent node is alive again, or a node is deleted. Silence itself has no event.
