@@ -118,6 +118,34 @@ func TestDeletionWaitsForAnotherCluster(t *testing.T) {
 	}
 }
 
+// TestDeletionWaitsForAVolumeWithoutRoom: a deleted Backup stays while a volume from the backup waits for a disk, and has
+// no hidden image yet. A volume whose hidden image is ready needs the backup no more.
+func TestDeletionWaitsForAVolumeWithoutRoom(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	id := s.save(100, factsOf("b").Tags()...)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	v := apitest.Volume("waiting", 16<<20)
+	v.Spec.FromBackup = w.backups()["b"].Status.URL
+	w.Create(v)
+	w.Delete(w.backups()["b"])
+	b := w.awaitBackup("b", "waiting", func(b *api.Backup) bool { return b.Status.Message != "" })
+	if !strings.HasPrefix(b.Status.Message, "volume waiting: is being restored") || !s.has(id) {
+		t.Errorf("message %s", b.Status.Message)
+	}
+	apitest.EditStatus(w.Server, v, func(v *api.Volume) { v.Status.UID, v.Status.State = uid(7), api.VolumeCreating })
+	img := &api.BackingImage{ObjectMeta: apitest.Named(v.RestoreImage()), Spec: api.BackingImageSpec{MinNumberOfCopies: 1,
+		SourceType: api.SourceRestore, SourceParameters: map[string]string{api.RestoreBackupURL: v.Spec.FromBackup}}}
+	w.Create(img)
+	apitest.EditStatus(w.Server, img, func(i *api.BackingImage) { i.Status.State = api.ImageReady })
+	w.wake("default")
+	w.AwaitDeleted(b, &api.BackupList{})
+	if s.has(id) {
+		t.Error("the snapshot exists")
+	}
+}
+
 // TestReadOnlyTargetKeepsBackups: a read-only target lists backups and deletes and sweeps nothing.
 func TestReadOnlyTargetKeepsBackups(t *testing.T) {
 	w := newWorld(t, "node-1")

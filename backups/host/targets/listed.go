@@ -53,7 +53,7 @@ func (v *visit) boundListed(ctx context.Context, r snapshotLister, unknown []rep
 	if err != nil {
 		return nil, err
 	}
-	v.markSought(all, listed, used.refs)
+	v.markSought(all, listed, used.restores)
 	for id, b := range listed {
 		if b.FoundSnapshot() != "" {
 			stays := b.Common().State != api.BackupCompleted || b.GetDeletionTimestamp() != nil || used.has(b)
@@ -180,37 +180,23 @@ func (v *visit) describeUnlisted(ctx context.Context, r snapshotLister, unknown 
 
 // usedBackups are the backups that restores and copies read, and would not find again.
 type usedBackups struct {
-	refs      map[api.BackupRef]bool // of restores
-	originals map[original]bool      // of copies
+	restores
+	originals map[original]bool // of copies
 }
 
 // original is a backup that is copied: a copy has the original's subject.
 type original struct{ subject, name string }
 
 func (u usedBackups) has(b api.StoredBackup) bool {
-	ref, err := api.ParseBackupURL(b.Common().URL)
-	return err == nil && (u.refs[ref] || u.refs[ref.AnyOfImage()]) || u.originals[original{b.Subject(), b.GetName()}]
+	return u.of(b) != "" || u.originals[original{b.Subject(), b.GetName()}]
 }
 
-// findUsed finds the backups in use, also those of volumes that have no hidden image yet.
+// findUsed finds the backups in use.
 func (v *visit) findUsed(ctx context.Context) (usedBackups, error) {
-	used := usedBackups{map[api.BackupRef]bool{}, map[original]bool{}}
-	var volumes api.VolumeList // before the images: a volume that ceases to wait has its image
-	if err := v.repositories.live.List(ctx, &volumes); err != nil {
-		return used, api.Explain(err, "list volumes")
-	}
-	for i := range volumes.Items {
-		volume := &volumes.Items[i]
-		if ref, err := api.ParseBackupURL(volume.RestoredURL()); err == nil && volume.WaitsForRestore() {
-			used.refs[ref] = true
-		}
-	}
 	unfinished, err := unfinishedRestores(ctx, v.repositories.live)
+	used := usedBackups{unfinished, map[original]bool{}}
 	if err != nil {
 		return used, err
-	}
-	for ref := range unfinished {
-		used.refs[ref] = true
 	}
 	backups, err := ListBackups(ctx, v.Client, client.UnsafeDisableDeepCopy)
 	if err != nil {
@@ -226,7 +212,7 @@ func (v *visit) findUsed(ctx context.Context) (usedBackups, error) {
 
 // markSought marks the backups without an object that restores seek by URL: for each URL without an object the newest
 // backup alone, since a flood may have many backups of one name.
-func (v *visit) markSought(unlisted []listing, listed map[blob.ID]api.StoredBackup, sought map[api.BackupRef]bool) {
+func (v *visit) markSought(unlisted []listing, listed map[blob.ID]api.StoredBackup, sought restores) {
 	has := map[api.BackupRef]bool{}
 	for _, b := range listed {
 		if ref, err := api.ParseBackupURL(b.Common().URL); err == nil {

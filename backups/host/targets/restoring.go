@@ -18,7 +18,7 @@ const (
 	keptTime = time.Minute
 )
 
-// keepRestoring returns the deleted backups that no image and no other cluster needs, and tells why the others wait.
+// keepRestoring returns the deleted backups that no volume, image or other cluster needs, and tells why the others wait.
 // After a restart of its node a restore opens the backup again, and volumes may stand on the image already: without the
 // backup their reads would wait for ever. next is when to look again; zero: no Backup waits.
 func (r *targetReconciler) keepRestoring(ctx context.Context, rec *targetRecord, deleted []api.StoredBackup,
@@ -36,10 +36,10 @@ func (r *targetReconciler) keepRestoring(ctx context.Context, rec *targetRecord,
 		holder, kept := rec.kept[id]
 		var message string
 		switch {
-		case o != nil:
+		case o != "":
 			next = earlier(next, now.Add(restoringAgain))
-			message = fmt.Sprintf("backing image %s: is being restored from this backup; the deletion continues when the "+
-				"image is ready or deleted", o.Name)
+			message = o + ": is being restored from this backup; the deletion continues when the restore has ended, or when " +
+				"the volume or image is deleted"
 		case kept && now.Before(rec.keptUntil):
 			next = earlier(next, rec.keptUntil)
 			message = fmt.Sprintf("%s restores this backup in another cluster; the deletion continues when the restore has "+
@@ -55,32 +55,45 @@ func (r *targetReconciler) keepRestoring(ctx context.Context, rec *targetRecord,
 	return free, next, nil
 }
 
-// restores are the images that are being restored, by their backups.
-type restores map[api.BackupRef]*api.BackingImage
+// restores names what is being restored from a backup: a volume or an image.
+type restores map[api.BackupRef]string
 
-// unfinishedRestores returns the images that are being restored. live is without a cache, which may not know an image
-// that was made a moment ago.
+// unfinishedRestores returns the images that are being restored, and the volumes that wait for it: the hidden image of a
+// volume is made when a disk has room for the volume. live is without a cache, which may not know an object that was
+// made a moment ago.
 func unfinishedRestores(ctx context.Context, live client.Reader) (restores, error) {
+	var volumes api.VolumeList // before the images: a volume that ceases to wait has its image
+	if err := live.List(ctx, &volumes); err != nil {
+		return nil, api.Explain(err, "list volumes")
+	}
 	var images api.BackingImageList
 	if err := live.List(ctx, &images); err != nil {
 		return nil, api.Explain(err, "list backing images")
 	}
-	unfinished := restores{}
+	unfinished, ready := restores{}, map[string]bool{}
 	for i := range images.Items {
 		o := &images.Items[i]
+		ready[o.Name] = o.Status.State == api.ImageReady
 		ref, err := api.ParseBackupURL(o.RestoredURL())
-		if err == nil && o.Spec.SourceType == api.SourceRestore && o.Status.State != api.ImageReady {
-			unfinished[ref] = o
+		if err == nil && o.Spec.SourceType == api.SourceRestore && !ready[o.Name] {
+			unfinished[ref] = "backing image " + o.Name
+		}
+	}
+	for i := range volumes.Items {
+		v := &volumes.Items[i]
+		ref, err := api.ParseBackupURL(v.RestoredURL())
+		if err == nil && v.WaitsForRestore() && !ready[v.RestoreImage()] {
+			unfinished[ref] = "volume " + v.Name
 		}
 	}
 	return unfinished, nil
 }
 
-// of is an image that is being restored from a backup; nil: none.
-func (r restores) of(b api.StoredBackup) *api.BackingImage {
+// of names what is being restored from a backup; empty: nothing.
+func (r restores) of(b api.StoredBackup) string {
 	ref, err := api.ParseBackupURL(b.Common().URL)
 	if err != nil {
-		return nil
+		return ""
 	}
 	return cmp.Or(r[ref], r[ref.AnyOfImage()])
 }
