@@ -51,6 +51,7 @@ type SweepOptions struct {
 type SweepStats struct {
 	Snapshots     int
 	HiddenPacks   int   // in step 1
+	SessionPacks  int   // that no snapshot needs, of sessions that ran in step 1: the next sweep deletes those of dead ones
 	CopiedBlobs   int64 // from packs that were mostly garbage
 	ReturnedPacks int   // hidden packs that a snapshot needs
 	DeletedPacks  int   // also of sessions that did not end well

@@ -30,6 +30,8 @@ func (s *sweep) plan(ctx context.Context, v *view) (map[blob.ID]packChange, erro
 	var sparse []blob.ID
 	for id, p := range v.packs {
 		switch {
+		case p.young && p.used == 0:
+			s.stats.SessionPacks++
 		case p.young:
 		case p.hidden && p.used > 0:
 			changes[id] = returnPack

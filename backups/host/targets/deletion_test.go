@@ -2,6 +2,8 @@ package targets
 
 import (
 	"context"
+	"errors"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
@@ -13,6 +15,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/tags"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
@@ -308,6 +311,60 @@ func TestSweepWaitsForSessions(t *testing.T) {
 	}
 	if after := s.bytes(); before-after < 3<<20 {
 		t.Errorf("%d bytes, before %d", after, before)
+	}
+}
+
+// TestSweepIsRepeatedAfterAKilledSession: the packs of a killed session, which no backup needs, stay while its lock
+// counts. The sweep is repeated when the lock is stale, without another deletion.
+func TestSweepIsRepeatedAfterAKilledSession(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	s.save(1<<20, factsOf("kept").Tags()...)
+	s.save(1<<20, factsOf("b").Tags()...)
+	lock, err := s.r.Lock(t.Context(), repo.Shared)
+	must(t, err)
+	t.Cleanup(func() { _ = lock.Close(context.Background()) })
+	locks, err := filepath.Glob(filepath.Join(s.dir, "locks", "*"))
+	must(t, err)
+	blobs, err := s.r.LoadIndex(t.Context())
+	must(t, err)
+	writer, err := repo.NewWriter(t.Context(), blobs, repo.WriterOptions{Lock: lock})
+	must(t, err)
+	body := make([]byte, 3<<20)
+	_, _ = rand.NewChaCha8([32]byte{1}).Read(body)
+	_, _, err = writer.Add(t.Context(), blob.Data, body)
+	must(t, err)
+	must(t, errors.Join(writer.Flush(t.Context()), writer.Close(), blobs.Close()))
+
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	w.Delete(w.backups()["b"])
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("b")}, &api.BackupList{})
+	listed := make(chan struct{}, 1)
+	w.hooks.set(func(_ context.Context, operation, name string) error {
+		if operation == "delete" && strings.Contains(name, "index/") { // the sweep knows the running sessions
+			select {
+			case listed <- struct{}{}:
+			default:
+			}
+		}
+		return nil
+	})
+	w.clock.advance(time.Minute)
+	w.wake("default")
+	<-listed
+	for _, name := range locks { // as a sweep does when the lock is stale
+		must(t, os.Remove(name))
+	}
+	first := w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.LastSweep != nil })
+	if first.Status.SweepRequested == nil || first.Status.LastSweep.Message != "" || s.bytes() < 4<<20 {
+		t.Errorf("after the first sweep: %+v, %d bytes", first.Status, s.bytes())
+	}
+	w.clock.advance(leftTime)
+	w.wake("default")
+	w.awaitTarget("default", "swept again", func(b *api.BackupTarget) bool { return b.Status.SweepRequested == nil })
+	if n := s.bytes(); n > 2<<20 {
+		t.Errorf("%d bytes are left", n)
 	}
 }
 

@@ -49,6 +49,10 @@ type Options struct {
 // sweepRetry is the interval between two sweeps after a failure that needs a person.
 const sweepRetry = time.Hour
 
+// leftTime is the pause before a sweep is repeated that left packs of running sessions: the lock of a session that was
+// killed is stale then, and packs that no snapshot needs are garbage.
+const leftTime = 31 * time.Minute
+
 // Times of the claim of a node that makes a repository: how long the node may take, and how long others respect the
 // claim.
 const (

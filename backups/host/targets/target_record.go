@@ -42,6 +42,9 @@ type targetRecord struct {
 	sweep      *job[sweepResult]
 	sweepAgain time.Time // no sweep begins before
 	requested  time.Time // first request of the next sweep; zero: none
+	// leftRequest is the request of a sweep that left packs of running sessions, and is repeated at leftAgain; zero: none.
+	leftRequest metav1.Time
+	leftAgain   time.Time
 
 	verification *job[verifyResult]
 	verifyAgain  time.Time                    // no step begins before
@@ -116,11 +119,15 @@ func (rec *targetRecord) nextSweep(t *api.BackupTarget, delay time.Duration) tim
 		rec.requested = time.Time{}
 		return time.Time{}
 	}
-	if rec.requested.IsZero() {
+	left := !rec.leftAgain.IsZero() && t.Status.SweepRequested.Equal(&rec.leftRequest)
+	if rec.requested.IsZero() && !left {
 		rec.requested = t.Status.SweepRequested.Time
 	}
 	if t.ExplainReadOnly() != "" || !t.Status.Available || rec.unlisted == nil { // nil: no visit of this process yet
 		return time.Time{}
+	}
+	if left {
+		return rec.leftAgain
 	}
 	if due := rec.requested.Add(delay); due.After(rec.sweepAgain) {
 		return due
@@ -285,10 +292,13 @@ func (rec *targetRecord) applySweep(t *api.BackupTarget, now time.Time) {
 		delete(rec.unlisted, id)
 	}
 	fact := &api.SweepFact{EndedAt: metav1.NewTime(now), FreedBytes: s.stats.FreedBytes}
+	rec.leftRequest, rec.leftAgain = metav1.Time{}, time.Time{}
 	switch {
 	case s.err == nil:
 		rec.sweepAgain, rec.requested = time.Time{}, time.Time{}
-		if st.SweepRequested.Equal(&s.request) {
+		if s.stats.SessionPacks > 0 {
+			rec.leftRequest, rec.leftAgain = s.request, now.Add(leftTime)
+		} else if st.SweepRequested.Equal(&s.request) {
 			st.SweepRequested = nil
 		}
 	case api.Is(s.err, api.Busy) && st.LastSweep != nil: // the sweep waits
