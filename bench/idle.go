@@ -113,12 +113,17 @@ func (b *bench) atRest(ctx context.Context, in *instance, subject string) error 
 	return nil
 }
 
-// awaitIdle waits until the data process has no background work: less than a tenth of a core for two seconds.
+// awaitIdle waits until the data process has no background work.
 func (in *instance) awaitIdle(ctx context.Context) error {
 	pid, err := in.pid("data")
 	if err != nil {
 		return err
 	}
+	return awaitQuiet(ctx, pid)
+}
+
+// awaitQuiet waits until a process uses less than a tenth of a core for two seconds.
+func awaitQuiet(ctx context.Context, pid int) error {
 	var last int64
 	for quiet := 0; quiet <= 4; quiet++ {
 		now, err := ticks([]int{pid})
@@ -130,7 +135,7 @@ func (in *instance) awaitIdle(ctx context.Context) error {
 		}
 		last = now
 		if err := sleep(ctx, 500*time.Millisecond); err != nil {
-			return fmt.Errorf("the data process never is idle: %w", err)
+			return fmt.Errorf("process %d never is idle: %w", pid, err)
 		}
 	}
 	return nil

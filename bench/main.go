@@ -22,6 +22,7 @@ type options struct {
 	sizeMiB          int64
 	rounds, seconds  int
 	objects, snaps   int
+	stored           int
 	only             string
 	long             bool
 }
@@ -36,16 +37,18 @@ func main() {
 	flag.IntVar(&o.seconds, "seconds", 1, "seconds per round of the device figures")
 	flag.IntVar(&o.objects, "objects", 300, "images, and volumes, beside which single operations are timed")
 	flag.IntVar(&o.snaps, "snaps", 1000, "snapshots of one volume")
+	flag.IntVar(&o.stored, "stored", 500, "backups of another cluster in a store")
 	flag.BoolVar(&o.long, "long", false, "longer rounds and more of them: as "+
-		"-size 1024 -rounds 5 -seconds 2 -objects 1000")
+		"-size 1024 -rounds 5 -seconds 2 -objects 1000 -stored 10000")
 	flag.StringVar(&o.only, "only", "", "measure only these, separated by commas: idle, index, devices, transport, "+
 		"replication (or parts of it: members, cuts, kill, outage, rebuild), clones (or parts of it: linked, full-copy, "+
 		"merge), images (or parts of it: download, volumes, scale, formats, or formats by name, as qcow2-zlib), "+
 		"snapshots (or parts of it: pause, chains), backups (or the first backup and parts: incremental, restore, shared, "+
-		"day, guest, sweep, first-read)")
+		"day, guest, sweep, first-read, found)")
 	flag.Parse()
 	if o.long {
 		o.sizeMiB, o.rounds, o.seconds, o.objects = 1024, 5, 2, 1000
+		o.stored = 10000
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
