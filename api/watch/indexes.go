@@ -21,6 +21,7 @@ const (
 	ByLayer  = "replicas.layer"  // the topmost layer of an image copy
 	BySource = "replicas.source" // of a replica: the UID of its source's snapshot; of a volume: its data source
 	ByTarget = "backups.target"  // of a backup
+	ByOrigin = "backups.origin"  // of an unfinished copy of a backup
 
 	ByNextImage = "replicas.next-image" // of a standby volume: the hidden image of the backup that it fetches
 )
@@ -79,6 +80,21 @@ func AddBackupIndexes(mgr ctrl.Manager) error {
 			return o.(*api.BackupBackingImage).Spec.BackingImageName
 		}},
 		{&api.BackupBackingImage{}, ByTarget, func(o client.Object) string { return o.(*api.BackupBackingImage).Target() }},
+	})
+}
+
+// AddCopyIndexes adds the index of the unfinished copies of Backups and BackupBackingImages, ByOrigin, to a manager's
+// cache once.
+func AddCopyIndexes(mgr ctrl.Manager) error {
+	origin := func(o client.Object) string {
+		if b := o.(api.StoredBackup); !b.Ended() {
+			return b.Origin()
+		}
+		return ""
+	}
+	return addOnce(indexSet{mgr, "copies"}, []index{
+		{&api.Backup{}, ByOrigin, origin},
+		{&api.BackupBackingImage{}, ByOrigin, origin},
 	})
 }
 

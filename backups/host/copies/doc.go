@@ -94,9 +94,12 @@ func (r *reconciler) setup(mgr ctrl.Manager) error {
 	if err := mgr.Add(r.jobs); err != nil {
 		return err
 	}
+	if err := watch.AddCopyIndexes(mgr); err != nil {
+		return err
+	}
 	isCopy := predicate.NewPredicateFuncs(func(o client.Object) bool { return api.IsCopy(o.(api.StoredBackup)) })
 	all := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
-		return r.unfinished(ctx, "")
+		return r.unfinished(ctx)
 	})
 	everyNode := false
 	return ctrl.NewControllerManagedBy(mgr).Named(r.kind.loopName()).
@@ -133,26 +136,27 @@ func returned(old, now client.Object) bool {
 	return b.Status.Heartbeat.Sub(a.Status.Heartbeat.Time) >= a.SilentAfter()
 }
 
-// unfinished requests the unfinished copies of a backup; "": of all.
-func (r *reconciler) unfinished(ctx context.Context, of string) (requests []reconcile.Request) {
-	list, err := r.kind.listObjects(ctx, r.Client)
+// unfinished requests the unfinished copies among some objects of the cache.
+func (r *reconciler) unfinished(ctx context.Context, which ...client.ListOption) (requests []reconcile.Request) {
+	list, err := r.kind.listObjects(ctx, r.Client, which...)
 	if err != nil {
 		r.log.Warn("backups cannot be listed; the waiting copies start later", "err", err)
 		return nil
 	}
 	for _, b := range list {
-		if api.IsCopy(b) && !b.Ended() && (of == "" || b.Origin() == of) {
+		if api.IsCopy(b) && !b.Ended() {
 			requests = append(requests, watch.Request(b.GetName()))
 		}
 	}
 	return requests
 }
 
+// copiesOf requests the unfinished copies of a backup. Each backup that ends brings the request, so an index finds them.
 func (r *reconciler) copiesOf(ctx context.Context, o client.Object) []reconcile.Request {
-	return r.unfinished(ctx, o.GetName())
+	return r.unfinished(ctx, client.MatchingFields{watch.ByOrigin: o.GetName()})
 }
 
 // endedAndWaiting requests the copy of an ended job, and the copies that wait for its place.
 func (r *reconciler) endedAndWaiting(ctx context.Context, o client.Object) []reconcile.Request {
-	return append(watch.Requests(o.GetName()), r.unfinished(ctx, "")...)
+	return append(watch.Requests(o.GetName()), r.unfinished(ctx)...)
 }

@@ -15,7 +15,7 @@ type kind interface {
 	loopName() string // name of the reconciler
 	newObject() api.StoredBackup
 	// listObjects lists the cached objects, which the caller does not change.
-	listObjects(ctx context.Context, c client.Client) ([]api.StoredBackup, error)
+	listObjects(ctx context.Context, c client.Client, which ...client.ListOption) ([]api.StoredBackup, error)
 	// setCompleted makes the status of a copy the one of a snapshot with the facts, in the repository at url. The URL of
 	// the copy has the object's name: the facts have the name of the origin.
 	setCompleted(b api.StoredBackup, f tags.Facts, url, snapshot string, now time.Time)
@@ -29,9 +29,10 @@ type volumeBackups struct{}
 func (volumeBackups) loopName() string            { return "backup-copies" }
 func (volumeBackups) newObject() api.StoredBackup { return &api.Backup{} }
 
-func (volumeBackups) listObjects(ctx context.Context, c client.Client) (all []api.StoredBackup, err error) {
+func (volumeBackups) listObjects(ctx context.Context, c client.Client, which ...client.ListOption) (
+	all []api.StoredBackup, err error) {
 	var list api.BackupList
-	err = c.List(ctx, &list, client.UnsafeDisableDeepCopy)
+	err = c.List(ctx, &list, append(which, client.UnsafeDisableDeepCopy)...)
 	for i := range list.Items {
 		all = append(all, &list.Items[i])
 	}
@@ -54,9 +55,10 @@ type imageBackups struct{}
 func (imageBackups) loopName() string            { return "image-backup-copies" }
 func (imageBackups) newObject() api.StoredBackup { return &api.BackupBackingImage{} }
 
-func (imageBackups) listObjects(ctx context.Context, c client.Client) (all []api.StoredBackup, err error) {
+func (imageBackups) listObjects(ctx context.Context, c client.Client, which ...client.ListOption) (
+	all []api.StoredBackup, err error) {
 	var list api.BackupBackingImageList
-	err = c.List(ctx, &list, client.UnsafeDisableDeepCopy)
+	err = c.List(ctx, &list, append(which, client.UnsafeDisableDeepCopy)...)
 	for i := range list.Items {
 		all = append(all, &list.Items[i])
 	}
