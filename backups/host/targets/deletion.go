@@ -2,10 +2,12 @@ package targets
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
@@ -160,26 +162,38 @@ func (r *targetReconciler) writeWaiting(ctx context.Context, cached api.StoredBa
 	return ignoreRace(api.Explain(err, "backup %s: write the status", b.GetName()), err)
 }
 
-// releaseBackups removes the finalizers of Backups without a trace in the store. The status of the target already asks
-// for a sweep.
+// releaseBackups removes the finalizers of Backups without a trace in the store, several at once. The status of the
+// target already asks for a sweep.
 func (r *targetReconciler) releaseBackups(ctx context.Context, rec *targetRecord, backups []api.StoredBackup) (
 	again bool, err error) {
-	for _, cached := range backups {
-		if released, deleted := rec.deleted[cached.GetUID()]; !deleted || released {
-			continue
+	var traceless []api.StoredBackup
+	for _, b := range backups {
+		if released, deleted := rec.deleted[b.GetUID()]; deleted && !released {
+			traceless = append(traceless, b)
 		}
-		b := copyOf(cached)
-		controllerutil.RemoveFinalizer(b, api.Finalizer)
-		err := r.Update(ctx, b)
-		if apierrors.IsConflict(err) {
-			again = true
-			continue
-		}
-		if ignoreRace(err, err) != nil {
-			return false, api.Explain(err, "backup %s: remove the finalizer", b.GetName())
-		}
-		rec.deleted[b.GetUID()] = true
-		r.log.Info("backup deleted", "backup", b.GetName(), "of", b.Subject())
 	}
-	return again, nil
+	errs := make([]error, len(traceless))
+	var group errgroup.Group
+	group.SetLimit(pullWorkers)
+	for i, cached := range traceless {
+		group.Go(func() error {
+			b := copyOf(cached)
+			controllerutil.RemoveFinalizer(b, api.Finalizer)
+			errs[i] = r.Update(ctx, b)
+			return nil
+		})
+	}
+	_ = group.Wait() // the errors are in errs
+	for i, b := range traceless {
+		switch {
+		case apierrors.IsConflict(errs[i]):
+			again = true
+		case ignoreRace(errs[i], errs[i]) != nil:
+			err = errors.Join(err, api.Explain(errs[i], "backup %s: remove the finalizer", b.GetName()))
+		default:
+			rec.deleted[b.GetUID()] = true
+			r.log.Info("backup deleted", "backup", b.GetName(), "of", b.Subject())
+		}
+	}
+	return again && err == nil, err
 }

@@ -328,3 +328,27 @@ func TestInstantBeyondTheStoreIsNoted(t *testing.T) {
 		t.Error("the clock of the source hides a newer backup")
 	}
 }
+
+// TestStoreOfTwoTargetsIsListedInBoth: a backup that the cluster made in one target is found in another target of the
+// same store, although the backup's object exists.
+func TestStoreOfTwoTargetsIsListedInBoth(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	w.addTarget("one", s.url(), "x")
+	w.awaitReason("one", api.ReasonAvailable, "")
+	made := w.makeBackup("made", "one", s.save(100))
+	facts := factsOf("made")
+	facts.Object = api.UID(made.UID)
+	id := s.save(100, facts.Tags()...)
+	apitest.EditStatus(w.Server, made, func(b *api.Backup) { b.Status.SnapshotID = id.String() })
+	w.addTarget("two", s.url(), "x")
+	w.awaitReason("two", api.ReasonAvailable, "")
+	w.sync("two") // the cache of the first visit may have been late
+	for name, b := range w.backups() {
+		if b.Target() == "two" && b.Spec.SnapshotID == id.String() && b.Status.State == api.BackupCompleted {
+			return
+		}
+		t.Logf("Backup %s: %+v", name, b.Spec)
+	}
+	t.Error("target two has no Backup of the snapshot")
+}

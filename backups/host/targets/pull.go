@@ -74,8 +74,8 @@ func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.Snapsho
 	return nil
 }
 
-// pullBatch bounds the memory of a visit: how many found backups it holds at once. pullWorkers is how many objects a
-// visit makes at once, so that the API server writes many with one fsync.
+// pullBatch bounds the memory of a visit: how many found backups it holds at once. pullWorkers is how many objects are
+// made or released at once, so that the API server writes many with one fsync.
 const (
 	pullBatch   = 1000
 	pullWorkers = 16
@@ -110,16 +110,32 @@ func (v *visit) pullFound(ctx context.Context, found []foundBackup, known map[bl
 	return err
 }
 
-// objects are the UIDs of the Backups. A snapshot of such a Backup which the Backup's status does not name is that of a
-// failed attempt, may lack blobs, and becomes no Backup: the deletion of the Backup deletes the snapshot.
+// objects are the UIDs of the Backups, except those that the cache knows as Backups of other targets, which may have the
+// same store. A snapshot of such a Backup which the Backup's status does not name is that of a failed attempt, may lack
+// blobs, and becomes no Backup: the deletion of the Backup deletes the snapshot.
+//
+// The cache may be late, so the UIDs come from the API server, without specs and statuses, which cost the server and the
+// node most of the work of such a list.
 func (v *visit) objects(ctx context.Context) (map[api.UID]bool, error) {
-	list, err := backupsOf(ctx, v.repositories.live, v.target.Name)
+	uids := map[api.UID]bool{}
+	for _, kind := range []string{"Backup", "BackupBackingImage"} {
+		list := &metav1.PartialObjectMetadataList{}
+		list.SetGroupVersionKind(api.GroupVersion.WithKind(kind + "List"))
+		if err := v.repositories.live.List(ctx, list); err != nil {
+			return nil, api.Explain(err, "list backups")
+		}
+		for i := range list.Items {
+			uids[api.UID(list.Items[i].UID)] = true
+		}
+	}
+	cached, err := ListBackups(ctx, v.Client, client.UnsafeDisableDeepCopy)
 	if err != nil {
 		return nil, err
 	}
-	uids := map[api.UID]bool{}
-	for _, b := range list {
-		uids[api.UID(b.GetUID())] = true
+	for _, b := range cached {
+		if b.Target() != v.target.Name {
+			delete(uids, api.UID(b.GetUID()))
+		}
 	}
 	return uids, nil
 }
@@ -287,6 +303,7 @@ func ListBackups(ctx context.Context, c client.Reader, o ...client.ListOption) (
 	if err := errors.Join(c.List(ctx, &volumes, o...), c.List(ctx, &images, o...)); err != nil {
 		return nil, api.Explain(err, "list backups")
 	}
+	all = make([]api.StoredBackup, 0, len(volumes.Items)+len(images.Items))
 	for i := range volumes.Items {
 		all = append(all, &volumes.Items[i])
 	}
