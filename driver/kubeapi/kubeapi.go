@@ -159,6 +159,7 @@ func Start(ctx context.Context, o Options) (_ *Server, err error) {
 	rc.LoopbackClientConfig = loopback
 	rc.Authentication.Authenticator = bearertoken.New(id)
 	rc.Authorization.Authorizer = authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup)
+	rc.AdmissionControl = untracked{}
 	rc.EnableProfiling = false
 	defs := openapi.GetOpenAPIDefinitionsWithoutDisabledFeatures(withCore(generatedopenapi.GetOpenAPIDefinitions))
 	namer := openapinamer.NewDefinitionNamer(apiserver.Scheme, scheme.Scheme)

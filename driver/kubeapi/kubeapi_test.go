@@ -55,7 +55,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-func start(t *testing.T, o kubeapi.Options) (*kubeapi.Server, func()) {
+func start(t testing.TB, o kubeapi.Options) (*kubeapi.Server, func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	began := time.Now()
@@ -80,7 +80,7 @@ func start(t *testing.T, o kubeapi.Options) (*kubeapi.Server, func()) {
 	return s, stop
 }
 
-func newClient(t *testing.T, cfg *rest.Config) client.WithWatch {
+func newClient(t testing.TB, cfg *rest.Config) client.WithWatch {
 	t.Helper()
 	scheme := runtime.NewScheme()
 	if err := errors.Join(api.AddToScheme(scheme), clientscheme.AddToScheme(scheme)); err != nil {
