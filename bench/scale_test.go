@@ -10,9 +10,9 @@ import (
 	"drover.io/drover/block/suite"
 )
 
-// TestScale: the section for thirty images and volumes runs and times every operation. `make bench` judges the figures.
-func TestScale(t *testing.T) {
-	suite.System(t)
+// binary returns the drover of the environment, or builds one.
+func binary(t *testing.T) string {
+	t.Helper()
 	bin := os.Getenv("DROVER_BINARY")
 	if bin == "" {
 		bin = filepath.Join(t.TempDir(), "drover")
@@ -20,7 +20,13 @@ func TestScale(t *testing.T) {
 			t.Fatalf("%v: %s", err, out)
 		}
 	}
-	b := &bench{options: options{drover: bin, dir: t.TempDir(), rounds: 2}}
+	return bin
+}
+
+// TestScale: the section for thirty images and volumes runs and times every operation. `make bench` judges the figures.
+func TestScale(t *testing.T) {
+	suite.System(t)
+	b := &bench{options: options{drover: binary(t), dir: t.TempDir(), rounds: 2}}
 	if err := b.scale(t.Context(), 10); err != nil {
 		t.Fatal(err)
 	}

@@ -118,9 +118,13 @@ func (v *visit) pullFound(ctx context.Context, found []foundBackup, known map[bl
 // node most of the work of such a list.
 func (v *visit) objects(ctx context.Context) (map[api.UID]bool, error) {
 	uids := map[api.UID]bool{}
-	for _, kind := range []string{"Backup", "BackupBackingImage"} {
+	for _, kind := range []client.ObjectList{&api.BackupList{}, &api.BackupBackingImageList{}} {
+		gvk, err := v.GroupVersionKindFor(kind)
+		if err != nil {
+			return nil, api.Explain(err, "list backups")
+		}
 		list := &metav1.PartialObjectMetadataList{}
-		list.SetGroupVersionKind(api.GroupVersion.WithKind(kind + "List"))
+		list.SetGroupVersionKind(gvk)
 		if err := v.repositories.live.List(ctx, list); err != nil {
 			return nil, api.Explain(err, "list backups")
 		}
