@@ -24,7 +24,6 @@ const (
 type attempt struct {
 	*maker
 	b      api.StoredBackup
-	again  bool // an earlier attempt may have a snapshot in the repository
 	places int
 }
 
@@ -39,7 +38,7 @@ func (a *attempt) run(ctx context.Context, w *work) error {
 	}
 	defer opened.Close()
 	w.made.target = opened.Target.Spec.BackupTargetURL
-	if a.again {
+	if w.begun {
 		w.setPhase("looks for the snapshot of an earlier attempt in the backup target")
 		if found, err := adoptSnapshot(ctx, opened.Repository, a.b, &w.made); found || err != nil {
 			return err

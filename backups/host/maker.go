@@ -126,7 +126,7 @@ func (m *maker) beginAttempt(ctx context.Context, b api.StoredBackup) (ctrl.Resu
 		_, err := m.putStatus(ctx, b, old)
 		return wait, err
 	}
-	again := api.HasBegun(b)
+	begun := api.HasBegun(b)
 	st.State, st.Message, st.OwnerID, st.NextTry = api.BackupInProgress, "", m.node, nil
 	st.EstimatedEnd = nil // of a former process
 	// Without a change, too: the write finds out whether the cache is behind, and the backup has ended.
@@ -135,8 +135,8 @@ func (m *maker) beginAttempt(ctx context.Context, b api.StoredBackup) (ctrl.Resu
 		return ctrl.Result{}, client.IgnoreNotFound(watch.IgnoreConflict(err))
 	}
 	w := newWork(b)
-	w.reached = old.Common().BytesDone
-	job := &attempt{maker: m, b: copyOf(b), again: again, places: count}
+	w.begun, w.reached = begun, old.Common().BytesDone
+	job := &attempt{maker: m, b: copyOf(b), places: count}
 	backupsRunning.Inc()
 	err := m.works.startWork(w, job.run, func() { backupsRunning.Dec(); release() })
 	if err != nil {
@@ -182,7 +182,7 @@ func (m *maker) endRemoval(ctx context.Context, b api.StoredBackup, w *work) (ct
 	st, old := b.Common(), copyOf(b)
 	st.State, st.OwnerID, st.Message = api.BackupDeleting, m.node, api.ClipMessage(w.err.Error())
 	st.Attempts++
-	pause := m.pauseAfter(st.Attempts)
+	pause := m.pauseAfter(st.Attempts, w.err)
 	setNextTry(st, pause)
 	ok, err := m.putStatus(ctx, b, old)
 	if ok {
@@ -259,13 +259,9 @@ func (m *maker) endedAndWaiting(ctx context.Context, o client.Object) []reconcil
 	return append([]reconcile.Request{ended}, m.waiting(ctx, o)...)
 }
 
-// pauseAfter is the pause after a number of failures.
-func (m *maker) pauseAfter(failures int32) time.Duration {
-	pause := m.opts.RetryMin << min(max(failures-1, 0), 20)
-	if pause > m.opts.RetryMax || pause <= 0 {
-		return m.opts.RetryMax
-	}
-	return pause
+// pauseAfter is the pause after a number of failures, the last one with err.
+func (m *maker) pauseAfter(failures int32, err error) time.Duration {
+	return targets.PauseAfter(failures, err, m.opts.RetryMin, m.opts.RetryMax)
 }
 
 // setNextTry records the time of the next try. The API keeps whole seconds.

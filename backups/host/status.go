@@ -8,12 +8,10 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/tags"
 )
-
-// mostAttempts is how many attempts without progress fail before the backup has an Error.
-const mostAttempts = 10
 
 // completed is a backup in the repository.
 type completed struct {
@@ -42,24 +40,20 @@ func setCompleted(b api.StoredBackup, w *work) {
 	}
 }
 
-// setFailed is the status after an attempt that failed. An attempt that came further than the attempt before counts as
-// the first.
+// setFailed is the status after an attempt that failed.
 func (m *maker) setFailed(b api.StoredBackup, w *work) {
 	st := b.Common()
 	done, total := w.progress.Bytes()
-	if done > w.reached {
-		st.Attempts = 0
-	}
-	st.Attempts++
+	last := targets.CountAttempt(st, w.err, done > w.reached, w.begun)
 	st.BytesDone, st.BytesTotal = max(done, w.reached), max(total, done, w.reached)
 	st.Message, st.NextTry = api.ClipMessage(w.err.Error()), nil
 	st.EstimatedEnd = nil
-	if targets.IsPermanent(w.err) || st.Attempts >= mostAttempts {
+	if last {
 		st.State, st.BackupCreatedAt = api.BackupError, time.Now().UTC().Format(time.RFC3339)
 		return
 	}
 	st.State = api.BackupPending
-	setNextTry(st, m.pauseAfter(st.Attempts))
+	setNextTry(st, m.pauseAfter(st.Attempts, w.err))
 }
 
 // reportEnd logs the end of an attempt, and emits an event at the end of a backup.
@@ -77,6 +71,8 @@ func (m *maker) reportEnd(b api.StoredBackup, err error) {
 	case st.State == api.BackupError:
 		m.log.Warn("backup failed", "backup", b.GetName(), "of", b.Subject(), "target", b.Target(), "err", err)
 		m.events.Eventf(b, nil, corev1.EventTypeWarning, "BackupFailed", "Backup", "%s", st.Message)
+	case repo.IsLocked(err):
+		m.log.Info("backup waits for a lock", "backup", b.GetName(), "of", b.Subject(), "target", b.Target(), "err", err)
 	default:
 		m.log.Warn("attempt of a backup failed", "backup", b.GetName(), "of", b.Subject(), "target", b.Target(),
 			"attempts", st.Attempts, "err", err)

@@ -23,6 +23,7 @@ type work struct {
 	source  any                  // sourceOf the object
 	disk    api.UID              // of the source
 	removal bool
+	begun   bool  // an earlier attempt may have a snapshot in the repository
 	reached int64 // bytes that the attempt before was done with
 
 	cancel   context.CancelFunc

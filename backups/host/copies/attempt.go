@@ -32,7 +32,7 @@ type outcome struct {
 type attempt struct {
 	*reconciler
 	b, origin api.StoredBackup
-	again     bool // an earlier attempt may have a snapshot in the repository
+	begun     bool // an earlier attempt may have a snapshot in the repository
 	progress  *mover.Progress
 }
 
@@ -51,7 +51,7 @@ func (a *attempt) copy(ctx context.Context, o *outcome) error {
 	}
 	defer opened.Close()
 	o.url = opened.Target.Spec.BackupTargetURL
-	if a.again {
+	if a.begun {
 		if found, err := a.adopt(ctx, opened.Repository, o); found || err != nil {
 			return err
 		}

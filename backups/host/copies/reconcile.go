@@ -16,18 +16,17 @@ import (
 	"drover.io/drover/api/watch"
 	"drover.io/drover/backups/host/targets"
 	"drover.io/drover/backups/mover"
+	"drover.io/drover/backups/repo"
 )
 
-const (
-	mostAttempts = 10 // without progress, before the copy has an Error
-	originRetry  = 30 * time.Second
-)
+const originRetry = 30 * time.Second
 
 // work is a job for a copy: an attempt, or the removal of what an unfinished copy left.
 type work struct {
 	object   types.UID // of the copy
 	removal  bool
 	canceled bool  // the reconciler's alone
+	begun    bool  // an earlier attempt may have a snapshot in the repository
 	reached  int64 // bytes that the attempt before was done with
 	progress mover.Progress
 	job      *targets.Job[outcome]
@@ -129,7 +128,7 @@ func (r *reconciler) followWork(ctx context.Context, b api.StoredBackup, w *work
 	case w.removal:
 		st.State, st.Message = api.BackupDeleting, api.ClipMessage(result.err.Error())
 		st.Attempts++
-		r.setNextTry(st)
+		r.setNextTry(st, result.err)
 	case result.err == nil:
 		r.setCompleted(b, &result)
 	default:
@@ -169,12 +168,10 @@ func (r *reconciler) untilRetry(b api.StoredBackup) time.Duration {
 	return s.NextTry.Sub(r.opts.Now())
 }
 
-// setNextTry records the time of the next try after st.Attempts failures. The API keeps whole seconds.
-func (r *reconciler) setNextTry(st *api.CommonBackupStatus) {
-	pause := r.opts.RetryMin << min(max(st.Attempts-1, 0), 20)
-	if pause > r.opts.RetryMax || pause <= 0 {
-		pause = r.opts.RetryMax
-	}
+// setNextTry records the time of the next try after st.Attempts failures, the last one with err. The API keeps whole
+// seconds.
+func (r *reconciler) setNextTry(st *api.CommonBackupStatus, err error) {
+	pause := targets.PauseAfter(st.Attempts, err, r.opts.RetryMin, r.opts.RetryMax)
 	next := metav1.NewTime(r.opts.Now().Add(pause + time.Second - 1).Truncate(time.Second))
 	st.NextTry = &next
 }
@@ -214,15 +211,15 @@ func (r *reconciler) beginAttempt(ctx context.Context, b api.StoredBackup) (ctrl
 		}
 		return ctrl.Result{}, err
 	}
-	again := api.HasBegun(b)
+	begun := api.HasBegun(b)
 	st.State, st.Message = api.BackupInProgress, ""
 	// Without a change, too: the write finds out whether the cache is behind, and the copy has ended.
 	if err := r.Status().Update(ctx, b); err != nil {
 		release()
 		return ctrl.Result{}, client.IgnoreNotFound(watch.IgnoreConflict(err))
 	}
-	w := &work{object: b.GetUID(), reached: old.BytesDone}
-	a := &attempt{reconciler: r, b: copyOf(b), origin: origin, again: again, progress: &w.progress}
+	w := &work{object: b.GetUID(), begun: begun, reached: old.BytesDone}
+	a := &attempt{reconciler: r, b: copyOf(b), origin: origin, begun: begun, progress: &w.progress}
 	w.job = targets.StartJob(ctx, r.jobs, b.GetName(), "copy", func(ctx context.Context) outcome {
 		copiesRunning.Inc()
 		defer copiesRunning.Dec()
@@ -309,22 +306,18 @@ func (r *reconciler) setCompleted(b api.StoredBackup, o *outcome) {
 	b.Common().OwnerID = r.node
 }
 
-// setFailed is the status after an attempt that failed. An attempt that came further than the attempt before counts as
-// the first.
+// setFailed is the status after an attempt that failed.
 func (r *reconciler) setFailed(b api.StoredBackup, w *work, err error) {
 	st := b.Common()
 	done, total := w.progress.Bytes()
-	if done > w.reached {
-		st.Attempts = 0
-	}
-	st.Attempts++
+	last := targets.CountAttempt(st, err, done > w.reached, w.begun)
 	st.BytesDone, st.BytesTotal = max(done, w.reached), max(total, done, w.reached)
-	if targets.IsPermanent(err) || st.Attempts >= mostAttempts {
+	if last {
 		r.setError(st, err)
 		return
 	}
 	st.State, st.Message = api.BackupPending, api.ClipMessage(err.Error())
-	r.setNextTry(st)
+	r.setNextTry(st, err)
 }
 
 func (r *reconciler) setError(st *api.CommonBackupStatus, err error) {
@@ -346,6 +339,8 @@ func (r *reconciler) reportEnd(b api.StoredBackup, o *outcome, removal bool) {
 		r.events.Eventf(b, nil, corev1.EventTypeWarning, "BackupFailed", "Copy", "%s", s.Message)
 	case removal:
 		log.Warn("an unfinished copy cannot be deleted yet", "err", o.err)
+	case repo.IsLocked(o.err):
+		log.Info("copy waits for a lock", "err", o.err)
 	default:
 		log.Warn("attempt of a copy failed", "attempts", s.Attempts, "err", o.err)
 	}
