@@ -154,8 +154,8 @@ const (
 	ReasonSwept             = "Swept"
 )
 
-// ConditionLocked is True on a BackupTarget while the lock of another program, or of another cluster, delays a sweep or
-// a deletion; the message names the holder.
+// ConditionLocked is True on a BackupTarget while the lock of another session, program or cluster delays a sweep or a
+// deletion; the message names the holder.
 const ConditionLocked = "Locked"
 
 // Reasons of ConditionLocked.

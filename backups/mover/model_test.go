@@ -157,7 +157,8 @@ func (m *model) step(random *rand.Rand, n *node) error {
 	return m.backup(random, n)
 }
 
-// restore restores a backup that another node may delete, and sweep, meanwhile: the lock keeps all its packs.
+// restore restores a backup that another node may delete, and sweep, meanwhile: a lock keeps all packs, or lets the blobs
+// of the backup move into others. The index is that of the begin for several restores.
 func (m *model) restore(random *rand.Rand, n *node) (err error) {
 	id := m.pick(random, "")
 	if id == nil {
@@ -166,7 +167,12 @@ func (m *model) restore(random *rand.Rand, n *node) (err error) {
 	m.mu.Lock()
 	want := m.backups[*id].disk
 	m.mu.Unlock()
-	lock, err := n.r.Lock(m.Context(), repo.Shared)
+	var lock *repo.Lock
+	if random.IntN(3) == 0 {
+		lock, err = n.r.Lock(m.Context(), repo.Shared)
+	} else {
+		lock, err = n.r.LockSnapshot(m.Context(), *id)
+	}
 	if err != nil {
 		return err
 	}
@@ -180,16 +186,19 @@ func (m *model) restore(random *rand.Rand, n *node) (err error) {
 	if err != nil {
 		return err
 	}
-	got := newDisk(backup.Size)
-	_, err = Restore(m.Context(), blobs, backup, got, RestoreOptions{})
-	if n.faltering && api.Is(err, api.Unavailable) {
-		return err
-	}
-	if err != nil {
-		return fmt.Errorf("restore of %.8s: %v", *id, err) //nolint:errorlint // no kind: nothing may be missing
-	}
-	if want != nil && !got.equals(want) {
-		m.Errorf("%s: a restore of %.8s differs", n.volume, *id)
+	for range 1 + random.IntN(4) {
+		got := newDisk(backup.Size)
+		_, err = Restore(m.Context(), blobs, backup, got, RestoreOptions{})
+		if n.faltering && api.Is(err, api.Unavailable) || api.Is(err, api.Busy) {
+			return err
+		}
+		if err != nil {
+			return fmt.Errorf("restore of %.8s: %v", *id, err) //nolint:errorlint // no kind: nothing may be missing
+		}
+		if want != nil && !got.equals(want) {
+			m.Errorf("%s: a restore of %.8s differs", n.volume, *id)
+		}
+		time.Sleep(time.Duration(random.IntN(30)) * time.Millisecond) // others delete and sweep
 	}
 	return nil
 }

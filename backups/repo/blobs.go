@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"path/filepath"
+	"slices"
 	"sync"
 
 	"golang.org/x/sync/errgroup"
@@ -317,10 +318,7 @@ func (b *Blobs) findAll(id blob.ID, kind blob.Kind) (all []index.Location, err e
 func (b *Blobs) replaceDamaged(ctx context.Context, damaged *index.Table) error {
 	b.building.Lock()
 	defer b.building.Unlock()
-	b.mu.RLock()
-	current := b.table
-	b.mu.RUnlock()
-	if current != damaged {
+	if b.currentTable() != damaged {
 		return nil
 	}
 	t, err := b.r.loadTable(ctx, false)
@@ -329,6 +327,41 @@ func (b *Blobs) replaceDamaged(ctx context.Context, damaged *index.Table) error 
 	}
 	b.addFiles(t.Files()...)
 	return b.swapTable(t, 0)
+}
+
+func (b *Blobs) currentTable() *index.Table {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	return b.table
+}
+
+// followSweep loads the index again if index files of the known table vanished: a sweep copied the needed blobs of a pack
+// before the deletion of the pack. followSweep returns false if no index file vanished. IsCurrent stays false, because
+// earlier answers of Has stand on the former index.
+func (b *Blobs) followSweep(ctx context.Context, known *index.Table) (followed bool, err error) {
+	b.building.Lock()
+	defer b.building.Unlock()
+	current := b.currentTable()
+	if current != known { // by another caller
+		return current != nil, nil
+	}
+	files, err := b.r.listIndex(ctx)
+	if err != nil || current == nil {
+		return false, err
+	}
+	exist := map[blob.ID]struct{}{}
+	for _, f := range files {
+		exist[f.id] = struct{}{}
+	}
+	if !slices.ContainsFunc(current.Files(), func(id blob.ID) bool { _, ok := exist[id]; return !ok }) {
+		return false, nil
+	}
+	t, err := b.r.loadTable(ctx, true)
+	if err != nil {
+		return false, err
+	}
+	b.addFiles(t.Files()...)
+	return true, b.swapTable(t, 0)
 }
 
 // swapTable replaces the table, and forgets the first n of the added blobs, which the new table has.
@@ -362,10 +395,7 @@ func (b *Blobs) addPack(ctx context.Context, id blob.ID, entries []pack.Entry) e
 	}
 	err := b.mergeAdded()
 	if api.Is(err, api.Corrupt) {
-		b.mu.RLock()
-		damaged := b.table
-		b.mu.RUnlock()
-		err = b.replaceDamaged(ctx, damaged)
+		err = b.replaceDamaged(ctx, b.currentTable())
 	}
 	return err
 }

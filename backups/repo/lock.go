@@ -80,8 +80,9 @@ func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
 	return r.lock(ctx, mode, "")
 }
 
-// LockSnapshot is Lock in the mode Shared, for a session that restores a snapshot. RestoredByOthers tells other owners.
-// The locks of an earlier restore that was left are deleted.
+// LockSnapshot is Lock in the mode Shared, for a session that reads the blobs of one snapshot alone, by Blobs.Read or
+// ReadMany, as a restore does. RestoredByOthers tells other owners. No sweep waits for the session while the snapshot
+// exists. The locks of an earlier restore that was left are deleted.
 func (r *Repository) LockSnapshot(ctx context.Context, id blob.ID) (*Lock, error) {
 	l, err := r.lock(ctx, Shared, id.String())
 	if err != nil {
@@ -319,7 +320,7 @@ func (f *lockFile) session() (name string, drover bool) {
 type runningSession struct {
 	drover bool   // not another program
 	holder string // for messages
-	lock   lockFile
+	lock   *lockFile
 }
 
 // otherSessions returns the sessions but l that hold a lock, and deletes stale locks: a session that runs after all
@@ -370,7 +371,7 @@ func (l *Lock) addSession(ctx context.Context, sessions map[string]runningSessio
 		return api.Errorf(api.KindOf(err), "repository %.8s: lock %.8s: %w", l.r.ID(), f.id, err)
 	}
 	if name != l.id {
-		sessions[name] = runningSession{drover, lock.holder(), lock}
+		sessions[name] = runningSession{drover, lock.holder(), &lock}
 	}
 	return nil
 }
@@ -378,7 +379,15 @@ func (l *Lock) addSession(ctx context.Context, sessions map[string]runningSessio
 // holder names a lock's session for messages.
 func (f *lockFile) holder() string {
 	return fmt.Sprintf("%.64q on host %.64q (pid %d, since %s)", f.Username, f.Hostname, f.PID,
-		f.Time.Format(time.RFC3339))
+		f.begin().Format(time.RFC3339))
+}
+
+// begin is the begin of the session, or, for another program, of the time that its lock is known.
+func (f *lockFile) begin() time.Time {
+	if f.Since.IsZero() {
+		return f.Time
+	}
+	return f.Since
 }
 
 // refreshUntilEnd is the refresher.

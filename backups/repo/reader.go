@@ -1,6 +1,7 @@
 package repo
 
 import (
+	"cmp"
 	"context"
 	"errors"
 
@@ -14,6 +15,7 @@ import (
 type DamagedError struct {
 	Blob, Pack blob.ID
 	Kind       blob.Kind
+	missing    bool // the store does not have the pack
 	err        error
 }
 
@@ -29,10 +31,26 @@ func packName(id blob.ID) string {
 	return dataFolder + name[:2] + "/" + name
 }
 
-// Read reads a blob with one request, or a tree from the cache, and compares the bytes with the id; if they are
-// damaged, Read tries the other packs that have the blob. The result may use the memory of into. A blob that the index
-// does not have is an error of kind NotFound, a blob that is damaged in every pack a *DamagedError.
+// Read reads a blob with one request, or a tree from the cache, and compares the bytes with the id; if they are damaged,
+// Read tries the other packs that have the blob. If a pack is missing, Read looks for a sweep that moved the blob. The
+// result may use the memory of into. A blob that the index does not have is an error of kind NotFound, a blob that is
+// damaged in every pack a *DamagedError.
 func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byte) ([]byte, error) {
+	for {
+		known := b.currentTable()
+		plain, err := b.readFound(ctx, id, kind, into)
+		var damaged *DamagedError
+		if !errors.As(err, &damaged) || !damaged.missing {
+			return plain, err
+		}
+		if followed, e := b.followSweep(ctx, known); e != nil || !followed {
+			return nil, cmp.Or(e, err)
+		}
+	}
+}
+
+// readFound is Read by the index as it is known.
+func (b *Blobs) readFound(ctx context.Context, id blob.ID, kind blob.Kind, into []byte) ([]byte, error) {
 	l, ok, err := b.Find(ctx, id, kind)
 	if err != nil {
 		return nil, err
@@ -70,14 +88,15 @@ func (b *Blobs) readAt(ctx context.Context, l index.Location, into []byte) ([]by
 	if err == nil {
 		plain, err = b.r.openBlob(l, sealed, into)
 	}
+	missing := api.Is(err, api.NotFound)
 	switch {
-	case api.Is(err, api.NotFound):
+	case missing:
 		err = api.Errorf(api.Corrupt, "the pack is missing: %w", err)
 	case err != nil && !api.Is(err, api.Corrupt):
 		return nil, api.Errorf(api.KindOf(err), "%v blob %s: pack %.8s: %w", l.Kind, l.ID, l.Pack, err)
 	}
 	if err != nil {
-		return nil, &DamagedError{l.ID, l.Pack, l.Kind, err}
+		return nil, &DamagedError{l.ID, l.Pack, l.Kind, missing, err}
 	}
 	return plain, nil
 }

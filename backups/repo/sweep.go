@@ -1,10 +1,15 @@
 package repo
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"fmt"
+	"maps"
 	"math"
 	"path/filepath"
+	"slices"
+	"strings"
 	"time"
 
 	"drover.io/drover/api"
@@ -18,7 +23,9 @@ import (
 //  1. Hide. The sweep marks the blobs of all snapshots, copies the needed blobs of packs that are mostly garbage, and
 //     writes index files in which the packs without needed blobs are hidden: no new session relies on them.
 //  2. Delete. When every session of that moment has ended, the sweep marks again. A hidden pack that a snapshot needs
-//     after all goes back into the index; the other ones are deleted.
+//     after all goes back into the index; the other ones are deleted. The sweep does not wait for the restore of a
+//     snapshot that step 1 marked and nobody deleted: every blob of the snapshot is in a pack that stays, and the session
+//     loads the index again when a pack is missing (Blobs.followSweep).
 //
 // Two belts hold the promise that no session loses a blob. A session of Drover notices that an index file vanished,
 // before and after it writes its snapshot, and stores hidden blobs again (Blobs.IsCurrent); the sweep looks for
@@ -42,6 +49,10 @@ type SweepOptions struct {
 	Known []blob.ID
 	Empty bool // the caller knows that all snapshots were deleted
 
+	// Waits, unless nil, is called after each look at the sessions that delay the sweep, with an error as of IsLocked, which
+	// names the oldest session.
+	Waits func(why error)
+
 	Threshold int           // percent; 0: DefaultThreshold
 	Poll      time.Duration // between two looks at the sessions that the sweep waits for; 0: 5 s
 	Writer    WriterOptions // for the packs of copied blobs
@@ -64,6 +75,8 @@ type sweep struct {
 	o     SweepOptions
 	lock  *Lock
 	stats SweepStats
+
+	marked map[blob.ID]struct{} // snapshots that step 1 marked
 }
 
 // Sweep deletes the packs that no snapshot needs. An error of kind Busy says that another sweep or another program uses
@@ -176,6 +189,7 @@ func (s *sweep) hide(ctx context.Context) (hidden map[blob.ID]struct{}, err erro
 	if err := s.returnNeeded(ctx, v, changes); err != nil {
 		return nil, err
 	}
+	s.marked = v.marker.snapshots
 	hidden = map[blob.ID]struct{}{}
 	for id, change := range changes {
 		if change == hidePack {
@@ -219,13 +233,23 @@ func (s *sweep) returnNeeded(ctx context.Context, v *view, hidden map[blob.ID]pa
 	return s.rewriteIndex(ctx, now, needed)
 }
 
-// waitForSessions waits until all sessions of now but the sweep have ended.
+// waitForSessions waits for the end of all running sessions that may read a hidden pack.
 func (s *sweep) waitForSessions(ctx context.Context) error {
 	waiting, err := s.lock.otherSessions(ctx)
 	if err != nil {
 		return err
 	}
+	for name, other := range waiting {
+		kept, err := s.keepsReadsOf(ctx, other)
+		if err != nil {
+			return err
+		}
+		if kept {
+			delete(waiting, name)
+		}
+	}
 	for len(waiting) > 0 {
+		s.reportWait(waiting)
 		timer := time.NewTimer(s.o.Poll)
 		select {
 		case <-ctx.Done():
@@ -247,6 +271,39 @@ func (s *sweep) waitForSessions(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// keepsReadsOf reports whether a session only reads a snapshot that step 1 marked. A snapshot that somebody deleted
+// meanwhile may lack the mark.
+func (s *sweep) keepsReadsOf(ctx context.Context, other runningSession) (bool, error) {
+	id, err := blob.Parse(other.lock.Restore)
+	if _, marked := s.marked[id]; err != nil || !marked {
+		return false, nil
+	}
+	_, err = s.r.FindSnapshot(ctx, id)
+	if api.Is(err, api.NotFound) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// reportWait names the session that waits longest.
+func (s *sweep) reportWait(waiting map[string]runningSession) {
+	if s.o.Waits == nil {
+		return
+	}
+	name := slices.MinFunc(slices.Collect(maps.Keys(waiting)), func(a, b string) int {
+		return cmp.Or(waiting[a].lock.begin().Compare(waiting[b].lock.begin()), strings.Compare(a, b))
+	})
+	first, more, reads := waiting[name], "", ""
+	if n := len(waiting) - 1; n > 0 {
+		more = fmt.Sprintf(" and for %s", api.CountText(n, "further session"))
+	}
+	if first.lock.Restore != "" {
+		reads = fmt.Sprintf(", which restores the deleted snapshot %.8q", first.lock.Restore)
+	}
+	s.o.Waits(lockedf("repository %.8s: the sweep waits for %s%s%s; deleted backups keep their space until then", s.r.ID(),
+		first.holder, reads, more))
 }
 
 // deleteHidden is step 2.

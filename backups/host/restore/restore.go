@@ -1,9 +1,9 @@
 // Package restore opens backups for restores on this node.
 //
-// Invariants: an open backup holds a shared lock of its repository, so no sweep deletes the blobs of the backup, also
-// if a user deletes the backup meanwhile. The lock names the snapshot: other clusters keep the snapshot. A backup in a
-// store of Longhorn has no lock: package longhorn reads it. A Backup object names the snapshot, or the backup of
-// Longhorn.
+// Invariants: an open backup holds a shared lock of its repository, so sweeps keep the blobs of the backup, at their place
+// or at another one that the reader finds, also if a user deletes the backup meanwhile. The lock names the snapshot: other
+// clusters keep the snapshot. A backup in a store of Longhorn has no lock: package longhorn reads it. A Backup object names
+// the snapshot, or the backup of Longhorn.
 //
 // Digests waits for its goroutines; the lock of the repository has one, which Close awaits.
 package restore

@@ -303,6 +303,12 @@ func TestSweepWaitsForSessions(t *testing.T) {
 	if after := s.bytes(); after < before-1<<20 {
 		t.Errorf("%d bytes, before %d", after, before)
 	}
+	w.clock.advance(sweepPatience)
+	w.awaitTarget("default", "waiting for the session", func(b *api.BackupTarget) bool {
+		c := meta.FindStatusCondition(b.Status.Conditions, api.ConditionLocked)
+		return c.Status == metav1.ConditionTrue && c.Reason == api.ReasonSweepWaits &&
+			strings.Contains(c.Message, "the sweep waits for") && strings.Contains(c.Message, "elsewhere")
+	})
 	w.hooks.set(nil)
 	must(t, running.Close(w.Ctx))
 	swept := w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.SweepRequested == nil })
@@ -366,6 +372,28 @@ func TestSweepIsRepeatedAfterAKilledSession(t *testing.T) {
 	if n := s.bytes(); n > 2<<20 {
 		t.Errorf("%d bytes are left", n)
 	}
+}
+
+// TestSweepDoesNotWaitForTheReaderOfABackup: a restore in another cluster, of a backup that exists, delays no sweep.
+func TestSweepDoesNotWaitForTheReaderOfABackup(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	read := s.save(1<<20, factsOf("kept").Tags()...)
+	s.save(3<<20, factsOf("b").Tags()...)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	before := s.bytes()
+	lock, err := s.r.LockSnapshot(w.Ctx, read)
+	must(t, err)
+	w.Delete(w.backups()["b"])
+	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("b")}, &api.BackupList{})
+	w.clock.advance(time.Minute)
+	w.wake("default")
+	w.awaitTarget("default", "swept", func(b *api.BackupTarget) bool { return b.Status.SweepRequested == nil })
+	if after := s.bytes(); before-after < 3<<20 {
+		t.Errorf("%d bytes, before %d", after, before)
+	}
+	must(t, lock.Close(w.Ctx))
 }
 
 // TestSweepWithoutPermissionIsReported: a store that permits no deletion makes a condition and an event; the first

@@ -65,6 +65,11 @@ func (s *jobSet) end(key, target string) {
 	s.mu.Lock()
 	delete(s.running, key)
 	s.mu.Unlock()
+	s.wakeTarget(target)
+}
+
+// wakeTarget wakes the reconciler of a job's target, unless the manager stops.
+func (s *jobSet) wakeTarget(target string) {
 	select {
 	case s.wake <- event.GenericEvent{Object: &api.BackupTarget{ObjectMeta: metav1.ObjectMeta{Name: target}}}:
 	case <-s.ctx.Done():

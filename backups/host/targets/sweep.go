@@ -24,6 +24,45 @@ type sweepResult struct {
 	err     error
 }
 
+// sweepPatience is how long a sweep waits for sessions before the status says so: most backups end sooner.
+const sweepPatience = time.Minute
+
+// sweepWait brings from a sweep to the reconciler for whom the sweep waits.
+type sweepWait struct {
+	now  func() time.Time
+	wake func() // wakes the reconciler
+
+	mu    sync.Mutex
+	since time.Time
+	why   error
+}
+
+// note is repo.SweepOptions.Waits.
+func (w *sweepWait) note(why error) {
+	w.mu.Lock()
+	if w.since.IsZero() {
+		w.since = w.now()
+	}
+	news := w.now().Sub(w.since) >= sweepPatience && (w.why == nil || w.why.Error() != why.Error())
+	if news {
+		w.why = why
+	}
+	w.mu.Unlock()
+	if news {
+		w.wake()
+	}
+}
+
+// reason is for whom the sweep waits; nil: for nobody, or not long yet.
+func (w *sweepWait) reason() error {
+	if w == nil {
+		return nil
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.why
+}
+
 // measureUsage adds up the index of a repository.
 func measureUsage(ctx context.Context, r *repo.Repository, now time.Time) (*api.UsageFact, error) {
 	u, err := r.Usage(ctx)
@@ -59,10 +98,11 @@ func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
 
 // sweep deletes the packs that no backup needs. unlisted are snapshots of backups without a Backup: a list must have each
 // unlisted snapshot of the store.
-func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted []blob.ID, o Options) sweepResult {
+func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted []blob.ID, wait *sweepWait,
+	o Options) sweepResult {
 	result := sweepResult{request: *t.Status.SweepRequested}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) error {
-		options := repo.SweepOptions{Poll: o.SweepPoll, Threshold: int(t.Spec.SweepThreshold),
+		options := repo.SweepOptions{Poll: o.SweepPoll, Threshold: int(t.Spec.SweepThreshold), Waits: wait.note,
 			Writer: o.Memory.maintenanceWriter()}
 		files, err := opened.ListSnapshots(ctx)
 		if err != nil {

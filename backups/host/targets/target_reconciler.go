@@ -153,8 +153,12 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 	if deleted {
 		rec.applyDeletion(t, backups, r.opts.Retry, now)
 	}
-	if swept {
+	waits := !swept && rec.sweep.isRunning() && rec.sweepWait.reason() != nil
+	switch {
+	case swept:
 		rec.applySweep(t, now)
+	case waits:
+		applyLock(t, api.ReasonSweepWaits, rec.sweepWait.reason())
 	}
 	if verified {
 		rec.applyVerification(t, backups, r.opts.Retry, now)
@@ -183,7 +187,7 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 		r.reportVisit(t, before, &rec.visit.result)
 		rec.visit = nil
 	}
-	if deleted || swept {
+	if deleted || swept || waits {
 		r.reportConditions(t, before)
 	}
 	if deleted {
@@ -284,8 +288,10 @@ func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, r
 	if !rec.sweep.isRunning() {
 		if due := rec.nextSweep(t, r.opts.SweepDelay); isDue(due, now) {
 			target, unlisted := t.DeepCopy(), slices.Collect(maps.Keys(rec.unlisted))
+			wait := &sweepWait{now: r.opts.Now, wake: func() { r.jobs.wakeTarget(target.Name) }}
+			rec.sweepWait = wait
 			rec.sweep = startJob(ctx, r.jobs, t.Name, "sweep", func(ctx context.Context) sweepResult {
-				return r.repositories.sweep(ctx, target, unlisted, r.opts)
+				return r.repositories.sweep(ctx, target, unlisted, wait, r.opts)
 			})
 		} else {
 			next = earlier(next, due)

@@ -40,8 +40,9 @@ type targetRecord struct {
 	wantsSweep    bool               // a trace was deleted since the last status
 
 	sweep      *job[sweepResult]
-	sweepAgain time.Time // no sweep begins before
-	requested  time.Time // first request of the next sweep; zero: none
+	sweepWait  *sweepWait // of the last sweep; nil: none
+	sweepAgain time.Time  // no sweep begins before
+	requested  time.Time  // first request of the next sweep; zero: none
 	// leftRequest is the request of a sweep that left packs of running sessions, and is repeated at leftAgain; zero: none.
 	leftRequest metav1.Time
 	leftAgain   time.Time
