@@ -53,6 +53,7 @@ const (
 // +kubebuilder:printcolumn:name="Uploaded",type=string,JSONPath=`.status.uploadedText`
 // +kubebuilder:printcolumn:name="Created",type=string,JSONPath=`.status.snapshotCreatedAt`
 // +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`
+// +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.status.cluster`,priority=1
 type Backup struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
@@ -117,6 +118,8 @@ type CommonBackupStatus struct {
 
 	// URL names the backup for a restore: the target's URL with the backup and the volume or image.
 	URL string `json:"url,omitempty"`
+	// Cluster is the name of the cluster that made the backup, or of that whose backup was copied; empty: not known.
+	Cluster string `json:"cluster,omitempty"`
 	// SnapshotID is the backup's snapshot in the repository, which restic lists, too.
 	SnapshotID      string `json:"snapshotID,omitempty"`
 	BackupCreatedAt string `json:"backupCreatedAt,omitempty"` // end of the backup, RFC 3339

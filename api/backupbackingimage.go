@@ -28,6 +28,7 @@ import (
 // +kubebuilder:printcolumn:name="Created",type=string,JSONPath=`.status.backupCreatedAt`
 // +kubebuilder:printcolumn:name="Checksum",type=string,JSONPath=`.status.checksum`
 // +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`,priority=1
+// +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.status.cluster`,priority=1
 type BackupBackingImage struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`

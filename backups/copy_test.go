@@ -3,9 +3,11 @@ package backups_test
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -105,6 +107,94 @@ func TestBackupIsCopiedToAnotherTarget(t *testing.T) {
 	}
 	offsite.compare(again, v, 0)
 	offsite.check(2)
+}
+
+// newCluster is another cluster, with a node of the same name, whose target is the store of a world.
+func newCluster(t *testing.T, of *world) (w, shared *world) {
+	t.Helper()
+	w = newWorld(t)
+	shared = &world{Server: w.Server, folder: of.folder, store: &hookedStore{Store: of.store.Store}}
+	shared.target = &api.BackupTarget{ObjectMeta: apitest.Named("shared"),
+		Spec: api.BackupTargetSpec{BackupTargetURL: "file://" + of.folder}}
+	w.opts.Targets.OpenStore = openPair(w, shared)
+	w.Create(shared.target)
+	w.start(nil)
+	w.awaitAvailable("shared")
+	return w, shared
+}
+
+// TestCopyKeepsItsNameInOtherClusters: another cluster finds the copy by the name and the URL that the copy has in this
+// one, and knows the cluster that made the backup.
+func TestCopyKeepsItsNameInOtherClusters(t *testing.T) {
+	w, offsite := newPair(t)
+	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, chunk)})
+	w.start(nil)
+	w.awaitAvailable("offsite")
+	origin := w.newBackup("origin", v, 0)
+	w.awaitState(origin, api.BackupCompleted)
+	c := w.newCopy("data-2026", "origin", "v", "offsite")
+	w.awaitState(c, api.BackupCompleted)
+	there, _ := newCluster(t, offsite)
+	found := &api.Backup{ObjectMeta: apitest.Named("data-2026")}
+	there.awaitState(found, api.BackupCompleted)
+	if found.Status.URL != c.Status.URL || found.Status.Cluster == "" || found.Status.Cluster != origin.Status.Cluster ||
+		c.Status.Cluster != origin.Status.Cluster {
+		t.Errorf("%+v\norigin %+v\ncopy %+v", found.Status, origin.Status, c.Status)
+	}
+	open, err := there.open(t.Context(), c.Status.URL)
+	must(t, err)
+	must(t, open.Close())
+}
+
+// TestClustersDoNotShareAGroup: restic groups the backups of a cluster's volume, whichever node made them, apart from
+// those of a volume of the same name in another cluster with a node of the same name; `restic forget` keeps the newest
+// backup of each.
+func TestClustersDoNotShareAGroup(t *testing.T) {
+	w := newWorld(t)
+	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, chunk)}, map[int64][]byte{chunk: randomBytes(2, chunk)})
+	w.start(nil)
+	w.awaitAvailable(api.DefaultBackupTarget)
+	first, second := w.newBackup("first", v, 0), w.newBackup("second", v, 1)
+	w.awaitState(first, api.BackupCompleted)
+	w.awaitState(second, api.BackupCompleted)
+	there, _ := newCluster(t, w)
+	u := there.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(3, chunk)})
+	other := there.newBackup("other", u, 0, func(b *api.Backup) { b.Spec.BackupTargetName = "shared" })
+	there.awaitState(other, api.BackupCompleted)
+
+	type snapshot struct {
+		ID, Hostname string
+		Tags         []string
+	}
+	read := func() map[string][]snapshot {
+		t.Helper()
+		var groups []struct {
+			Key       struct{ Hostname string } `json:"group_key"`
+			Snapshots []snapshot
+		}
+		must(t, json.Unmarshal(w.restic("snapshots", "--json", "--group-by", "host,paths", "--no-lock"), &groups))
+		all := map[string][]snapshot{}
+		for _, g := range groups {
+			all[g.Key.Hostname] = append(all[g.Key.Hostname], g.Snapshots...)
+		}
+		return all
+	}
+	groups := read()
+	here, elsewhere := second.Status.Cluster, other.Status.Cluster
+	if here == elsewhere || len(groups) != 2 || len(groups[here]) != 2 || len(groups[elsewhere]) != 1 {
+		t.Fatalf("clusters %q and %q: %+v", here, elsewhere, groups)
+	}
+	if !slices.Contains(groups[here][0].Tags, "node="+nodeName) || !slices.Contains(groups[here][0].Tags, "cluster="+here) {
+		t.Errorf("tags %q", groups[here][0].Tags)
+	}
+	w.stop()
+	there.stop()
+	w.restic("forget", "--group-by", "host,paths", "--keep-last", "1")
+	groups = read()
+	if len(groups[here]) != 1 || groups[here][0].ID != second.Status.SnapshotID || len(groups[elsewhere]) != 1 ||
+		groups[elsewhere][0].ID != other.Status.SnapshotID {
+		t.Errorf("after forget: %+v", groups)
+	}
 }
 
 // awaitImageCopy waits for the completed copy of an image's backup.

@@ -133,11 +133,16 @@ func (a *attempt) options(ctx context.Context, w *work, of content, size, rate i
 		return o, err
 	}
 	w.made.facts, w.made.note = described.facts, described.note
+	cluster, err := targets.ClusterName(ctx, a.Client, a.live, a.node)
+	if err != nil {
+		return o, err
+	}
 	f := &w.made.facts
+	f.Cluster, f.Node = cluster, a.node
 	f.Backup, f.Object, f.Labels, f.VolumeSize = a.b.GetName(), api.UID(a.b.GetUID()), a.b.BackupLabels(), size
 	o = mover.BackupOptions{
 		Description: described.object,
-		Snapshot: repo.Snapshot{Time: described.at, Hostname: a.node, Username: "drover",
+		Snapshot: repo.Snapshot{Time: described.at, Hostname: cluster, Username: "drover",
 			Program: "drover " + a.opts.Version},
 		Tags: func(ctx context.Context, result mover.Result) ([]string, error) {
 			if err := a.confirmSource(ctx, w); err != nil {

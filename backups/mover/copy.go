@@ -15,16 +15,17 @@ import (
 
 // CopyOptions describe a copy.
 type CopyOptions struct {
-	Hostname, Program string // of the new snapshot
+	Program string // of the new snapshot
 	// Tags returns the tags of the new snapshot, right before the commit; its error ends the copy.
 	Tags     func(ctx context.Context, origin repo.Snapshot, result Result) ([]string, error)
 	Writer   repo.WriterOptions
 	Progress *Progress
 }
 
-// Copy copies the backup of a snapshot into another repository. It reads only the blobs that the other repository
-// lacks; all blobs keep their ids, and are sealed with the other key. Both repositories are locked until Copy returns.
-// Errors and the result are those of Backup; NotFound or Corrupt: the origin lacks the snapshot or a blob.
+// Copy copies the backup of a snapshot into another repository. The new snapshot has the time, host and paths of the
+// origin, by which restic groups snapshots. Copy reads only the blobs that the other repository lacks;
+// all blobs keep their ids, and are sealed with the other key. Both repositories are locked until Copy returns. Errors
+// and the result are those of Backup; NotFound or Corrupt: the origin lacks the snapshot or a blob.
 func Copy(ctx context.Context, from *repo.Repository, id blob.ID, to *repo.Repository, o CopyOptions) (
 	result Result, err error) {
 	origin, err := from.Lock(ctx, repo.Shared)
@@ -101,8 +102,8 @@ func attemptCopy(ctx context.Context, from *repo.Repository, id blob.ID, to *rep
 	}
 	o.Progress.done.Store(m.Size)
 	result = Result{Read: c.read.Load(), WriterStats: w.Stats()}
-	s := repo.Snapshot{Time: origin.Time, Tree: origin.Tree, Paths: origin.Paths, Hostname: o.Hostname,
-		Username: "drover", Program: o.Program}
+	s := repo.Snapshot{Time: origin.Time, Tree: origin.Tree, Paths: origin.Paths,
+		Hostname: origin.Hostname, Username: "drover", Program: o.Program}
 	if s.Tags, err = o.Tags(ctx, origin, result); err != nil {
 		return result, err
 	}

@@ -30,7 +30,7 @@ func newOther(t *testing.T) *world {
 }
 
 func copyOptions() CopyOptions {
-	return CopyOptions{Hostname: "node-2", Program: "drover test", Writer: repo.WriterOptions{PackSize: 5 << 20,
+	return CopyOptions{Program: "drover test", Writer: repo.WriterOptions{PackSize: 5 << 20,
 		Memory: 20 << 20}, Progress: &Progress{},
 		Tags: func(_ context.Context, origin repo.Snapshot, _ Result) ([]string, error) {
 			return append(slices.Clone(origin.Tags), "copied"), nil
@@ -83,7 +83,7 @@ func TestCopyMovesABackup(t *testing.T) {
 	must(t, err)
 	s, err := b.r.LoadSnapshot(t.Context(), file)
 	must(t, err)
-	if !s.Time.Equal(time.Unix(1_700_000_000, 0)) || s.Hostname != "node-2" || s.Paths[0] != "/volumes/v" ||
+	if !s.Time.Equal(time.Unix(1_700_000_000, 0)) || s.Hostname != "cluster" || s.Paths[0] != "/volumes/v" ||
 		!slices.Equal(s.Tags, []string{"drover", "copied"}) || s.Parent != nil {
 		t.Errorf("the copied snapshot: %+v", s)
 	}

@@ -40,11 +40,13 @@ const (
 )
 
 var tagKeys = []string{droverTag, kindTag, "volume", "uid", "backup", "object", "snapshot", "snapshot-uid", "created",
-	"size", "uploaded", "mode", "image", "image-digest", "image-checksum", "record"}
+	"size", "uploaded", "mode", "image", "image-digest", "image-checksum", "record", "origin", "cluster", "node"}
 
 // Facts are what the tags of a backup say. The backup of an image has no Volume, and nothing of a snapshot.
 type Facts struct {
 	Backup, Volume  string  // names of the objects
+	Origin          string  // name of the original of a copy
+	Cluster, Node   string  // names of the source; a copy has the cluster of its origin
 	Object          api.UID // of the Backup or BackupBackingImage
 	VolumeUID       api.UID
 	Snapshot        string
@@ -78,7 +80,8 @@ func (f Facts) Tags() []string {
 		{"object", string(f.Object)}, {"snapshot", f.Snapshot}, {"snapshot-uid", string(f.SnapshotUID)},
 		{"created", f.SnapshotCreated}, {"size", strconv.FormatInt(f.VolumeSize, 10)},
 		{"uploaded", strconv.FormatInt(f.Uploaded, 10)}, {"mode", f.Mode}, {"image", f.Image},
-		{"image-digest", f.ImageDigest}, {"image-checksum", f.ImageChecksum}, {"record", record}} {
+		{"image-digest", f.ImageDigest}, {"image-checksum", f.ImageChecksum}, {"record", record}, {"origin", f.Origin},
+		{"cluster", f.Cluster}, {"node", boundName(f.Node)}} {
 		if t[1] != "" {
 			tags = append(tags, t[0]+"="+t[1])
 		}
@@ -120,6 +123,7 @@ func Parse(tags []string) (Facts, bool) {
 	f.Snapshot, f.SnapshotUID = values["snapshot"], api.UID(values["snapshot-uid"])
 	f.SnapshotCreated, f.Mode = values["created"], values["mode"]
 	f.ImageDigest, f.ImageChecksum = values["image-digest"], values["image-checksum"]
+	f.Origin, f.Cluster, f.Node = boundName(values["origin"]), boundName(values["cluster"]), boundName(values["node"])
 	if f.IsImage() {
 		f.ImageRecord = api.ParseRecordedImage(values["record"])
 	} else {
@@ -170,6 +174,14 @@ func isHex(text string, n int) bool {
 
 func isName(s string) bool { return len(s) <= NameLimit && len(validation.IsDNS1123Subdomain(s)) == 0 }
 
+// boundName is a name within the bounds, or nothing.
+func boundName(s string) string {
+	if isName(s) {
+		return s
+	}
+	return ""
+}
+
 // addLabel adds a label within the bounds.
 func (f *Facts) addLabel(key, value string) bool {
 	_, twice := f.Labels[key]
@@ -206,7 +218,7 @@ func (f Facts) ImageStatus(targetURL, snapshot string, ended, now time.Time) api
 func (f Facts) commonStatus(snapshot string, ended, now time.Time) api.CommonBackupStatus {
 	synced := metav1.NewTime(now)
 	return api.CommonBackupStatus{State: api.BackupCompleted, Progress: 100, BytesDone: f.VolumeSize,
-		BytesTotal: f.VolumeSize, SnapshotID: snapshot, BackupCreatedAt: ended.UTC().Format(time.RFC3339),
+		BytesTotal: f.VolumeSize, Cluster: f.Cluster, SnapshotID: snapshot, BackupCreatedAt: ended.UTC().Format(time.RFC3339),
 		NewlyUploadDataSize: f.Uploaded, Labels: f.Labels, LastSyncedAt: &synced, SizeText: api.SizeText(f.VolumeSize),
 		UploadedText: api.SizeText(f.Uploaded)}
 }

@@ -43,6 +43,21 @@ func TestTagsKeepFacts(t *testing.T) {
 	}
 }
 
+// TestUnusableOriginIsUnknown: tags of users, or of another cluster, may have any cluster, node and origin; the backup
+// counts without them.
+func TestUnusableOriginIsUnknown(t *testing.T) {
+	f := factsOf("b")
+	f.Cluster, f.Node, f.Origin = "", "", ""
+	got, ok := Parse(append(f.Tags(), "cluster=Prod EU", "node=..", "origin="+strings.Repeat("x", NameLimit+1)))
+	if !ok || !reflect.DeepEqual(got, f) {
+		t.Errorf("%+v, %v", got, ok)
+	}
+	f.Node = strings.Repeat("n.", 100) + "n" // longer than a tag may be
+	if got, ok := Parse(f.Tags()); !ok || got.Node != "" {
+		t.Errorf("%+v, %v", got, ok)
+	}
+}
+
 // TestTagsAreDistrusted: Parse refuses tags that Drover does not write.
 func TestTagsAreDistrusted(t *testing.T) {
 	good := factsOf("daily-1").Tags()
@@ -169,5 +184,5 @@ func uid(n int) api.UID {
 func factsOf(name string) Facts {
 	return Facts{Backup: name, Volume: "vol", Object: uid(1), VolumeUID: uid(2), Snapshot: "snap", SnapshotUID: uid(3),
 		SnapshotCreated: "2026-01-02T03:04:05Z", VolumeSize: 10 << 20, Uploaded: 3 << 20, Mode: api.BackupFull,
-		Image: "golden", Labels: map[string]string{"a=b%": "c=d,e"}}
+		Image: "golden", Labels: map[string]string{"a=b%": "c=d,e"}, Cluster: "prod-eu", Node: "node-1", Origin: "daily-0"}
 }

@@ -105,6 +105,7 @@ func (a *attempt) adopt(ctx context.Context, r *repo.Repository, o *outcome) (fo
 		if complete {
 			found, o.snapshot = true, s.ID
 			o.facts, _ = tags.Parse(s.Tags)
+			o.facts.Backup = a.b.GetName()
 			continue
 		}
 		if err := r.DeleteSnapshots(ctx, s.ID); err != nil {
@@ -120,13 +121,15 @@ func (a *attempt) writer(beside int64) repo.WriterOptions {
 	return targets.WriterOf(memory, memory.Size(), beside, repo.DefaultPackSize)
 }
 
-// finishFacts makes the facts of the origin those of the copy, and confirms that this node still makes the copy.
+// finishFacts makes the facts of the origin those of the copy, whose name other clusters give their objects, and confirms
+// that this node still makes the copy.
 func (a *attempt) finishFacts(ctx context.Context, f *tags.Facts, result mover.Result) ([]string, error) {
 	if !a.kind.isOf(a.b, f) {
 		return nil, api.Errorf(api.Corrupt, "backup %s: the store names volume %.64q and image %.64q", a.origin.GetName(),
 			f.Volume, f.Image)
 	}
-	f.Object, f.Uploaded = api.UID(a.b.GetUID()), result.StoredBytes
+	f.Backup, f.Origin, f.Object = a.b.GetName(), a.origin.GetName(), api.UID(a.b.GetUID())
+	f.Node, f.Uploaded = a.node, result.StoredBytes
 	now := a.kind.newObject()
 	if err := a.live.Get(ctx, client.ObjectKeyFromObject(a.b), now); err != nil {
 		return nil, api.Explain(err, "backup %s: read the object before the commit", a.b.GetName())
@@ -149,8 +152,8 @@ func (a *attempt) copyRepository(ctx context.Context, id blob.ID, to *repo.Repos
 		return result, err
 	}
 	defer from.Close()
-	result, err = mover.Copy(ctx, from.Repository, id, to, mover.CopyOptions{Hostname: a.node,
-		Program: "drover " + a.opts.Version, Writer: a.writer(0), Progress: a.progress,
+	result, err = mover.Copy(ctx, from.Repository, id, to, mover.CopyOptions{Program: "drover " + a.opts.Version,
+		Writer: a.writer(0), Progress: a.progress,
 		Tags: func(ctx context.Context, origin repo.Snapshot, result mover.Result) ([]string, error) {
 			facts, ok := tags.Parse(origin.Tags)
 			if !ok {
@@ -190,7 +193,12 @@ func (a *attempt) copyLonghorn(ctx context.Context, id blob.ID, to *repo.Reposit
 		return result, err
 	}
 	defer func() { err = errors.Join(err, from.Close()) }()
+	cluster, err := targets.ClusterName(ctx, a.Client, a.live, a.node)
+	if err != nil {
+		return result, err
+	}
 	o.facts = from.Facts
+	o.facts.Cluster = cluster
 	o.facts.ImageDigest = "" // names the image's file, and in a repository the disk inside
 	d := description{Name: o.facts.Volume}
 	if o.facts.Image != "" {
@@ -202,7 +210,7 @@ func (a *attempt) copyLonghorn(ctx context.Context, id blob.ID, to *repo.Reposit
 	}
 	return mover.Backup(ctx, to, from, mover.BackupOptions{
 		Description: manifest.Description{Kind: manifest.Volume, Name: o.facts.Volume, Object: object},
-		Snapshot: repo.Snapshot{Time: from.Created, Hostname: a.node, Username: "drover",
+		Snapshot: repo.Snapshot{Time: from.Created, Hostname: cluster, Username: "drover",
 			Program: "drover " + a.opts.Version},
 		Tags: func(ctx context.Context, result mover.Result) ([]string, error) {
 			return a.finishFacts(ctx, &o.facts, result)

@@ -16,8 +16,7 @@ type kind interface {
 	newObject() api.StoredBackup
 	// listObjects lists the cached objects, which the caller does not change.
 	listObjects(ctx context.Context, c client.Client, which ...client.ListOption) ([]api.StoredBackup, error)
-	// setCompleted makes the status of a copy the one of a snapshot with the facts, in the repository at url. The URL of
-	// the copy has the object's name: the facts have the name of the origin.
+	// setCompleted makes the status of a copy the one of a snapshot with the facts, in the repository at url.
 	setCompleted(b api.StoredBackup, f tags.Facts, url, snapshot string, now time.Time)
 	// isOf reports whether facts of a store are those of the volume or image that a copy is of.
 	isOf(b api.StoredBackup, f *tags.Facts) bool
@@ -40,9 +39,7 @@ func (volumeBackups) listObjects(ctx context.Context, c client.Client, which ...
 }
 
 func (volumeBackups) setCompleted(b api.StoredBackup, f tags.Facts, url, snapshot string, now time.Time) {
-	x := b.(*api.Backup)
-	x.Status = f.Status(url, snapshot, now, now)
-	x.Status.URL = api.BackupURL(url, x.Name, x.Spec.Volume)
+	b.(*api.Backup).Status = f.Status(url, snapshot, now, now)
 }
 
 func (volumeBackups) isOf(b api.StoredBackup, f *tags.Facts) bool {
@@ -66,9 +63,7 @@ func (imageBackups) listObjects(ctx context.Context, c client.Client, which ...c
 }
 
 func (imageBackups) setCompleted(b api.StoredBackup, f tags.Facts, url, snapshot string, now time.Time) {
-	x := b.(*api.BackupBackingImage)
-	x.Status = f.ImageStatus(url, snapshot, now, now)
-	x.Status.URL = api.ImageBackupURL(url, x.Name, x.Spec.BackingImageName)
+	b.(*api.BackupBackingImage).Status = f.ImageStatus(url, snapshot, now, now)
 }
 
 func (imageBackups) isOf(b api.StoredBackup, f *tags.Facts) bool {

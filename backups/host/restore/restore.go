@@ -1,7 +1,7 @@
 // Package restore opens backups for restores on this node.
 //
-// Invariants: an open backup holds a shared lock of its repository, so sweeps keep the blobs of the backup, at their place
-// or at another one that the reader finds, also if a user deletes the backup meanwhile. The lock names the snapshot: other
+// Invariants: an open backup holds a shared lock of its repository, so sweeps keep the blobs of the backup, in their packs
+// or in others where the reader finds them, also if a user deletes the backup meanwhile. The lock names the snapshot: other
 // clusters keep the snapshot. A backup in a store of Longhorn has no lock: package longhorn reads it. A Backup object names
 // the snapshot, or the backup of Longhorn.
 //
