@@ -107,12 +107,12 @@ func (a *app) backupImages() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.printList(cmd.OutOrStdout(), list, "NAME IMAGE TARGET SIZE STATE CREATED CHECKSUM MESSAGE",
+			return a.printList(cmd.OutOrStdout(), list, "NAME IMAGE TARGET SIZE STATE CREATED CHECKSUM MESSAGE | CLUSTER",
 				func(o runtime.Object) []string {
 					b := o.(*api.BackupBackingImage)
 					s := &b.Status
 					return []string{b.Name, b.Spec.BackingImageName, b.Target(), text.SomeBytes(s.Size), string(s.State),
-						s.BackupCreatedAt, fmt.Sprintf("%.16s", s.Checksum), s.Message}
+						s.BackupCreatedAt, fmt.Sprintf("%.16s", s.Checksum), s.Message, s.Cluster}
 				})
 		},
 	}

@@ -205,7 +205,7 @@ func TestBackupListAndShow(t *testing.T) {
 	next := metav1.NewTime(time.Date(2030, 1, 2, 3, 4, 5, 0, time.UTC))
 	for b, s := range map[*api.Backup]api.BackupStatus{
 		late: {CommonBackupStatus: api.CommonBackupStatus{State: api.BackupCompleted, SnapshotID: id,
-			NewlyUploadDataSize: 3 << 20, Labels: map[string]string{"k": "v\x1b[2J"}},
+			NewlyUploadDataSize: 3 << 20, Cluster: "elsewhere-1", Labels: map[string]string{"k": "v\x1b[2J"}},
 			SnapshotCreatedAt: "2026-11-28T00:30:00Z", VolumeSize: 10 << 30, BackupMode: api.BackupIncremental},
 		early: {CommonBackupStatus: api.CommonBackupStatus{State: api.BackupCompleted},
 			SnapshotCreatedAt: "2026-11-28T01:00:00+01:00"},
@@ -232,8 +232,14 @@ func TestBackupListAndShow(t *testing.T) {
 	}
 	drover(t, kubeconfig("backup", "list", "--volume", "listed")...).
 		mustSay(t, 0, "NAME", "Completed", "10 GiB", "3 MiB", "2026-11-28T00:30:00Z")
+	for form, shown := range map[string]bool{"table": false, "wide": true} {
+		r := drover(t, kubeconfig("backup", "list", "--volume", "listed", "-o", form)...)
+		if r.mustSay(t, 0); strings.Contains(r.out, "elsewhere-1") != shown || strings.Contains(r.out, "CLUSTER") != shown {
+			t.Errorf("-o %s: %s", form, r.out)
+		}
+	}
 	r := drover(t, kubeconfig("backup", "show", "listed-a")...)
-	r.mustSay(t, 0, id, "10 GiB", "incremental", "k=v", "listed-1")
+	r.mustSay(t, 0, id, "10 GiB", "incremental", "k=v", "listed-1", "elsewhere-1")
 	if strings.Contains(r.out, "\x1b") {
 		t.Errorf("a label moves the cursor: %q", r.out)
 	}

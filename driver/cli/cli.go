@@ -78,7 +78,7 @@ func (a *app) addFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&a.kubeconfig, "kubeconfig", "",
 		"file with the address of the API server\n(default: $"+envKubeconfig+", then "+DefaultStateDir+
 			"/kubeconfig, then $KUBECONFIG)")
-	fs.StringVarP(&a.output, "output", "o", "table", "form of the output: table, json, yaml or name")
+	fs.StringVarP(&a.output, "output", "o", "table", "form of the output: table, wide, json, yaml or name")
 	fs.DurationVar(&a.timeout, "timeout", 0, "give up waiting after this long; the work continues (0: wait)")
 }
 

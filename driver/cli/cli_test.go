@@ -200,7 +200,7 @@ func TestCommandsInEveryForm(t *testing.T) {
 		list.Items[0].Kind != "Volume" {
 		t.Errorf("volume list -o json: %v, %+v", err, list.TypeMeta)
 	}
-	drover(t, kubeconfig("volume", "list", "-o", "xml")...).mustSay(t, 2, "table, json, yaml or name")
+	drover(t, kubeconfig("volume", "list", "-o", "xml")...).mustSay(t, 2, "table, wide, json, yaml or name")
 	drover(t, kubeconfig("node", "list")...).mustSay(t, 0, "here")
 	drover(t, kubeconfig("node", "show")...).mustSay(t, 0, "here", "Disks:")
 	drover(t, "version").mustSay(t, 0, "drover ")

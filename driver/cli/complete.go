@@ -79,7 +79,7 @@ func (a *app) completeSources(cmd *cobra.Command, _ []string, prefix string) ([]
 // means the same everywhere. Other flags take files or free text.
 func (a *app) completeFlags(c *cobra.Command) {
 	values := map[string]cobra.CompletionFunc{
-		"output":        completeWords("table", "json", "yaml", "name"),
+		"output":        completeWords("table", "wide", "json", "yaml", "name"),
 		"fs":            completeWords("ext4", "xfs", "btrfs"),
 		"clone-mode":    completeWords(api.CloneLinked, api.CloneFull),
 		"data-locality": completeWords("disabled", "best-effort", "strict-local"),

@@ -66,6 +66,6 @@ func TestListAndShowInEveryForm(t *testing.T) {
 		if r.mustSay(t, code); yaml.Unmarshal([]byte(r.out), &got) != nil || got == nil || strings.HasPrefix(r.out, "{") {
 			t.Errorf("%s -o yaml: %q", line, r.out)
 		}
-		say("wide").mustSay(t, 2, "table, json, yaml or name")
+		say("xml").mustSay(t, 2, "table, wide, json, yaml or name")
 	}
 }

@@ -114,7 +114,7 @@ func (a *app) diskList() *cobra.Command {
 				all = append(all, disks.OnNode(&n)...)
 			}
 			switch a.output {
-			case "table":
+			case "table", "wide":
 				var rows [][]string
 				for _, d := range all {
 					left := ""

@@ -70,7 +70,7 @@ func TestOutcomesInEveryForm(t *testing.T) {
 	if len(docs) != 2 || !strings.Contains(docs[0], "name: told-1\n") || !strings.Contains(docs[1], "name: told-2\n") {
 		t.Errorf("two names as yaml: %q", r.out)
 	}
-	drover(t, kubeconfig("volume", "delete", "told-3", "-o", "wide")...).mustSay(t, 2, "table, json, yaml or name")
+	drover(t, kubeconfig("volume", "delete", "told-3", "-o", "xml")...).mustSay(t, 2, "table, wide, json, yaml or name")
 	drover(t, kubeconfig("volume", "show", "told-3")...).mustSay(t, 0) // and nothing was done
 }
 

@@ -19,16 +19,16 @@ import (
 
 func (a *app) checkOutput() error {
 	switch a.output {
-	case "table", "json", "yaml", "name":
+	case "table", "wide", "json", "yaml", "name":
 		return nil
 	}
-	return usagef("-o %s is not known: use table, json, yaml or name", a.output)
+	return usagef("-o %s is not known: use table, wide, json, yaml or name", a.output)
 }
 
 // printObject writes an object: as json, yaml or name if -o asks for these forms, else by human.
 func (a *app) printObject(w io.Writer, obj client.Object, human func(io.Writer)) error {
 	switch a.output {
-	case "table":
+	case "table", "wide":
 		human(w)
 		return nil
 	case "name":
@@ -41,7 +41,7 @@ func (a *app) printObject(w io.Writer, obj client.Object, human func(io.Writer))
 	return a.encodeValue(w, obj)
 }
 
-// printList is printObject for a list. printList calls row for each object in order.
+// printList is printObject for a list. printList calls row for each object in order. The columns after "|" are for -o wide.
 func (a *app) printList(w io.Writer, list client.ObjectList, header string, row func(runtime.Object) []string) error {
 	items, err := meta.ExtractList(list)
 	if err != nil {
@@ -55,10 +55,11 @@ func (a *app) printList(w io.Writer, list client.ObjectList, header string, row 
 			}
 		}
 		return nil
-	case "table":
+	case "table", "wide":
+		header = text.Columns(header, a.output == "wide")
 		rows := make([][]string, 0, len(items))
 		for _, o := range items {
-			rows = append(rows, row(o))
+			rows = append(rows, row(o)[:len(strings.Fields(header))])
 		}
 		return text.Table(w, header, rows)
 	}
@@ -131,7 +132,7 @@ func (a *app) printOutcome(cmd *cobra.Command, kind, name, what string) {
 	switch a.output {
 	case "name":
 		fmt.Fprintf(w, "%s.%s/%s\n", strings.ReplaceAll(kind, " ", ""), api.GroupVersion.Group, name)
-	case "table":
+	case "table", "wide":
 		fmt.Fprintf(w, "%s %q %s\n", strings.TrimPrefix(strings.TrimPrefix(kind, "backing"), "backup "), name, what)
 	default:
 		_ = a.encodeValue(w, outcome{Kind: kinds[kind], Name: name, Result: what}) // a struct of strings always encodes
@@ -144,7 +145,7 @@ func (a *app) printDiskOutcome(cmd *cobra.Command, node, path, what string) {
 	switch a.output {
 	case "name":
 		fmt.Fprintf(w, "%s:%s\n", node, path)
-	case "table":
+	case "table", "wide":
 		fmt.Fprintf(w, "disk %q %s\n", path, what)
 	default:
 		_ = a.encodeValue(w, outcome{Kind: "Disk", Name: path, Node: node, Result: what})

@@ -138,7 +138,7 @@ func (a *app) restoreState(cmd *cobra.Command, restore Restorer, dir, snapshot s
 func (a *app) printFound(cmd *cobra.Command, all []Finding) error {
 	w := cmd.OutOrStdout()
 	switch a.output {
-	case "table":
+	case "table", "wide":
 		rows := make([][]string, 0, len(all))
 		for _, f := range all {
 			rows = append(rows, []string{f.Kind, f.Name, string(f.UID), f.Disk, f.State, f.Action, f.Note})

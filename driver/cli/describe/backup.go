@@ -62,7 +62,7 @@ func Backup(w io.Writer, b *api.Backup) {
 		"Image", s.VolumeBackingImageName, "Labels", text.JoinLabels(labels),
 		"StorageClass", record.StorageClassName, "Claim", record.Claim, "PersistentVolume", record.PersistentVolumeName,
 		"Volume labels", text.JoinLabels(record.Labels), "Volume parameters", parametersText(record),
-		"Node", node, "restic snapshot", cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL,
+		"Cluster", s.Cluster, "Node", node, "restic snapshot", cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL,
 		"Volume UID", string(s.VolumeUID))
 }
 
@@ -101,7 +101,7 @@ func ImageBackup(w io.Writer, b *api.BackupBackingImage) {
 		"State", string(s.State),
 		"Message", s.Message, "Progress", done, "Ended", s.BackupCreatedAt, "Size", text.SomeBytes(s.Size),
 		"Uploaded", text.SomeBytes(s.NewlyUploadDataSize), "SHA-512", s.Checksum, "Content", b.ContentDigest(),
-		"Labels", text.JoinLabels(b.Spec.Labels), "Node", cmp.Or(s.OwnerID, node), "restic snapshot",
+		"Labels", text.JoinLabels(b.Spec.Labels), "Cluster", s.Cluster, "Node", cmp.Or(s.OwnerID, node), "restic snapshot",
 		cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL)
 	RecordedImage(w, s.RecordedImage)
 }

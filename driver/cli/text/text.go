@@ -15,6 +15,15 @@ import (
 	"drover.io/drover/api"
 )
 
+// Columns is the header of a table, without the columns after "|" unless the table is wide.
+func Columns(header string, wide bool) string {
+	columns, more, _ := strings.Cut(header, " | ")
+	if wide {
+		columns += " " + more
+	}
+	return columns
+}
+
 // Table writes aligned columns as kubectl does. An empty cell shows as "-", so that scripts can count columns.
 func Table(w io.Writer, header string, rows [][]string) error {
 	names := strings.Fields(header)
