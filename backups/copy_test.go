@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
 	"drover.io/drover/api"
 	"drover.io/drover/backups/longhorn/longhorntest"
 	"drover.io/drover/backups/target"
@@ -136,7 +138,7 @@ func TestCopyKeepsItsNameInOtherClusters(t *testing.T) {
 	w.awaitState(c, api.BackupCompleted)
 	there, _ := newCluster(t, offsite)
 	found := &api.Backup{ObjectMeta: apitest.Named("data-2026")}
-	there.awaitState(found, api.BackupCompleted)
+	must(t, there.Client.Get(there.Ctx, client.ObjectKeyFromObject(found), found)) // since the target is available
 	if found.Status.URL != c.Status.URL || found.Status.Cluster == "" || found.Status.Cluster != origin.Status.Cluster ||
 		c.Status.Cluster != origin.Status.Cluster {
 		t.Errorf("%+v\norigin %+v\ncopy %+v", found.Status, origin.Status, c.Status)
