@@ -14,6 +14,7 @@ import (
 	"drover.io/drover/backups"
 	"drover.io/drover/block"
 	"drover.io/drover/driver/kubeapi/apitest"
+	"drover.io/drover/replicas/stack"
 )
 
 // healable makes a volume with a backup whose first chunk the store damages. The chunk is on the disk of node-1 alone.
@@ -107,6 +108,55 @@ func TestOtherNodesHeal(t *testing.T) {
 	w.awaitReleased()
 }
 
+// addReplica records a replica of a volume, without a snapshot, with the content in one layer, as a restore makes it.
+func (w *world) addReplica(volume string, content []byte) {
+	w.T.Helper()
+	layer, size := string(api.NewUID()), int64(len(content))
+	l, err := w.disk.Create(w.Ctx, layer, size)
+	must(w.T, err)
+	_, err = l.WriteAt(content, 0)
+	must(w.T, err)
+	_, _, err = l.Seal(w.Ctx)
+	must(w.T, err)
+	must(w.T, w.disk.CreateReplica(w.Ctx, stack.Spec{UID: string(api.NewUID()), Volume: volume,
+		VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layer}}))
+}
+
+// TestRestoredVolumeHealsTheBackupOfItsOriginal: a volume is lost and restored under another name, and the store damages
+// a chunk of the backup afterwards. The layer of the restored volume, of which no snapshot exists, has the chunk. The
+// same holds for the backup of an image whose content a volume of another size has. The last chunks are short.
+func TestRestoredVolumeHealsTheBackupOfItsOriginal(t *testing.T) {
+	t.Run("volume", func(t *testing.T) {
+		w := newWorld(t)
+		v, b := w.healable()
+		w.Delete(&api.Replica{ObjectMeta: apitest.Named("vol-r1")})
+		w.Delete(&api.Snapshot{ObjectMeta: apitest.Named(v.snapshot(0))})
+		must(t, w.disk.RemoveReplica(string(v.replica)))
+		w.addReplica("vol-new", v.contents[0])
+		if f := w.verify(); f.HealedBlobs != 1 || f.DamagedBlobs != 0 || f.DamagedBackups != 0 {
+			t.Errorf("verification %+v", f)
+		}
+		w.compareRestored(b, v, 0)
+	})
+	t.Run("image", func(t *testing.T) {
+		w := newWorld(t)
+		i := w.newImage("golden", 3*chunk-512, nil, nil, map[int64][]byte{chunk: randomBytes(1, chunk)})
+		w.start(nil)
+		b := w.backUp("b", i)
+		w.awaitStored(b)
+		w.spoilFirstBlob()
+		w.Delete(&api.BackingImage{ObjectMeta: apitest.Named("golden")})
+		must(t, w.disk.RemoveImage(string(i.uuid)))
+		w.addReplica("vol", append(bytes.Clone(i.content), make([]byte, 3*chunk+512)...))
+		if f := w.verify(); f.HealedBlobs != 1 || f.DamagedBlobs != 0 || f.DamagedBackups != 0 {
+			t.Errorf("verification %+v", f)
+		}
+		if !bytes.Equal(w.dumpImage(b), i.content) {
+			t.Error("restic reads other bytes than the image has")
+		}
+	})
+}
+
 // TestVerificationHealsImages: the store damages the last chunk of the backup of an image, which a copy on the node's
 // disk has. The chunk is shorter than that of the image's layer.
 func TestVerificationHealsImages(t *testing.T) {
@@ -127,12 +177,15 @@ func TestVerificationHealsImages(t *testing.T) {
 	w.awaitReleased()
 }
 
-// TestDamagedBackupIsNoBase: a verification finds a damaged chunk that no snapshot object leads to. The next backup of
-// the volume, which still has the chunk, does not take the chunk over from the damaged backup, and is whole.
+// TestDamagedBackupIsNoBase: a verification finds a damaged chunk while the disk with the chunk is not ready. The next
+// backup of the volume does not take the chunk over from the damaged backup, and is whole.
 func TestDamagedBackupIsNoBase(t *testing.T) {
 	w := newWorld(t)
 	v := w.newVolume("vol", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)},
 		map[int64][]byte{4 * chunk: randomBytes(2, 4096)})
+	apitest.EditStatus(w.Server, &api.Node{ObjectMeta: apitest.Named(nodeName)}, func(n *api.Node) {
+		n.Status.Disks[0].Ready = false
+	})
 	w.start(nil)
 	first := w.newBackup("b1", v, 0)
 	w.awaitState(first, api.BackupCompleted)

@@ -197,6 +197,7 @@ type SnapshotCut struct {
 // SnapshotDisk is the part of a disk that backups need. Implemented by replicas/stack, wired by driver.
 // Methods are safe for concurrent use, also by several processes on the same disk.
 type SnapshotDisk interface {
+	LayerReader
 	// HoldSnapshot finds the layers of a snapshot in a replica, bottom first, with the size of the snapshot in bytes, and
 	// keeps the layers for holder, a UID, even if the snapshot or the replica is deleted. name is the holder's name. A
 	// repeated call returns the layers that are held already; a call for another cut ends the hold first. An error of

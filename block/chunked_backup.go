@@ -33,12 +33,3 @@ type LayerPlanner interface {
 	// holes.
 	PlanLayer(size int64, sums iter.Seq2[int64, [32]byte]) (root string, file []byte, err error)
 }
-
-// DigestLayers is a Layers that tells which layers the disk has, and the digests of their chunks.
-type DigestLayers interface {
-	Layers
-	// LayerNames lists the UIDs of the disk's layers. A layer of the list may be unfinished, or be removed meanwhile.
-	LayerNames() ([]string, error)
-	// Sums reads the file of digests of a finished layer: it ends with the SHA-256 of each chunk, in ascending order.
-	Sums(uid string) ([]byte, error)
-}

@@ -16,14 +16,16 @@ func WatchDisks(disks func(api.UID) (block.SnapshotDisk, error)) func(api.UID) (
 			return nil, err
 		}
 		hangs := api.Errorf(api.Unavailable, "disk %s: does not answer; wait, or replace the disk", uid)
-		return watchedDisk{disk, watched.NewDisk(string(uid), hangs)}, nil
+		watch := watched.NewDisk(string(uid), hangs)
+		return watchedDisk{disk, watched.Layers(watch, disk), watch}, nil
 	}
 }
 
 // watchedDisk is a disk that may hang. ChangedChunks, which reads the maps of all layers, has no limit.
 type watchedDisk struct {
 	block.SnapshotDisk
-	watch watched.Disk
+	layers block.LayerReader
+	watch  watched.Disk
 }
 
 // heldLayers is the result of HoldSnapshot.
@@ -65,3 +67,12 @@ func (d watchedDisk) OpenStack(layers []string, size int64) (block.Source, error
 	}
 	return src, nil
 }
+
+// LayerNames implements block.LayerReader.
+func (d watchedDisk) LayerNames() ([]string, error) { return d.layers.LayerNames() }
+
+// Sums implements block.LayerReader.
+func (d watchedDisk) Sums(uid string) ([]byte, error) { return d.layers.Sums(uid) }
+
+// Open implements block.LayerReader.
+func (d watchedDisk) Open(uid string) (block.Source, error) { return d.layers.Open(uid) }

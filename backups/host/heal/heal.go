@@ -1,8 +1,11 @@
-// Package heal finds the snapshots and images on the node's disks that may have lost chunks of a backup target, so that
-// the mover writes the chunks into the repository again.
+// Package heal finds lost chunks of a backup target on the node's disks, so that the mover writes the chunks into the
+// repository again: first in the snapshots of the backup's volume, or the copies of the backup's image, then in all
+// layers of the disks. A chunk whose blocks lie in several layers is found in a snapshot or copy alone. A layer has the
+// chunks of a restored backup, whatever volume or image the layer belongs to.
 //
-// Invariants: one source is open at a time, and a hold keeps its layers; after a kill, the collector of holds releases
-// the hold. A disk lacks a snapshot or image only if the disk says so: each other failure is an error of the heal.
+// Invariants: one source is open at a time. A hold keeps the layers of a snapshot or copy; after a kill, the collector
+// of holds releases the hold. An open layer stays readable without a hold. A disk lacks a snapshot, image or layer only
+// if the disk says so: each other failure is an error of the heal.
 //
 // The package starts no goroutines of its own.
 package heal
@@ -57,42 +60,117 @@ type candidate struct {
 	hold func(disk block.SnapshotDisk, holder string) (layers []string, size int64, err error)
 }
 
-// sources are mover.Sources: the snapshots of a volume, the newest first, or the copies of an image.
+// yieldSource takes a source, or the error of one, and reports whether the loop continues.
+type yieldSource func(block.DigestSource, error) bool
+
+// sources are mover.Sources: the snapshots of a volume, the newest first, or the copies of an image, and then the
+// layers of all disks.
 func (d *Disks) sources(ctx context.Context, of manifest.Description) iter.Seq2[block.DigestSource, error] {
+	return func(yield func(block.DigestSource, error) bool) {
+		_ = d.yieldNamed(ctx, of, yield) && d.yieldLayers(ctx, of, yield)
+	}
+}
+
+// yieldNamed yields the snapshots of a volume, or the copies of an image.
+func (d *Disks) yieldNamed(ctx context.Context, of manifest.Description, yield yieldSource) (more bool) {
 	list := d.listCopies
 	if of.Kind == manifest.Volume {
 		list = d.listSnapshots
 	}
-	return func(yield func(block.DigestSource, error) bool) {
-		candidates, err := list(ctx, of.Name)
-		if err != nil {
-			yield(nil, err)
-			return
-		}
-		for _, c := range candidates {
-			src, err := d.openCandidate(ctx, c)
-			if api.Is(err, api.NotFound) || api.Is(err, api.Corrupt) { // the disk says that it has no such chunks
-				d.Log.Debug("no source for a damaged backup", "of", c.name, "disk", c.disk, "err", err)
-				continue
-			}
-			if err != nil {
-				err = api.Errorf(api.KindOf(err), "%s on disk %s: cannot be read for damaged backups: %w", c.name, c.disk, err)
-				if !yield(nil, err) {
-					return
-				}
-				continue
-			}
-			more := yield(src, nil)
-			if err := src.Close(); err != nil {
-				d.Log.Warn("a source that was read for a damaged backup cannot be released", "of", c.name, "disk", c.disk,
-					"err", err)
-			}
-			if !more {
-				return
-			}
+	candidates, err := list(ctx, of.Name)
+	if err != nil {
+		return yield(nil, err)
+	}
+	for _, c := range candidates {
+		src, err := d.openCandidate(ctx, c)
+		if !d.yieldOpened(src, err, c.name, c.disk, yield) {
+			return false
 		}
 	}
+	return true
 }
+
+// yieldOpened yields a source, or the error of its opening, unless the disk says that it has no such chunks, and closes
+// the source.
+func (d *Disks) yieldOpened(src block.DigestSource, err error, name string, disk api.UID, yield yieldSource) (
+	more bool) {
+	if api.Is(err, api.NotFound) || api.Is(err, api.Corrupt) {
+		d.Log.Debug("no source for a damaged backup", "of", name, "disk", disk, "err", err)
+		return true
+	}
+	if err != nil {
+		err = api.Errorf(api.KindOf(err), "%s on disk %s: cannot be read for damaged backups: %w", name, disk, err)
+		return yield(nil, err)
+	}
+	more = yield(src, nil)
+	if err := src.Close(); err != nil {
+		d.Log.Warn("a source that was read for a damaged backup cannot be released", "of", name, "disk", disk, "err", err)
+	}
+	return more
+}
+
+// yieldLayers yields the layers of the node's disks. A disk that is not ready is left out: the next look for damage
+// asks for a heal again.
+func (d *Disks) yieldLayers(ctx context.Context, of manifest.Description, yield yieldSource) (more bool) {
+	var node api.Node
+	if err := d.Live.Get(ctx, client.ObjectKey{Name: d.Node}, &node); err != nil {
+		return yield(nil, api.Explain(err, "node %s", d.Node))
+	}
+	for i := range node.Status.Disks {
+		if s := &node.Status.Disks[i]; s.Ready && !d.yieldLayersOf(ctx, s.UID, of, yield) {
+			return false
+		}
+	}
+	return true
+}
+
+// yieldLayersOf yields the layers of a disk.
+func (d *Disks) yieldLayersOf(ctx context.Context, uid api.UID, of manifest.Description, yield yieldSource) (
+	more bool) {
+	disk, err := d.Disk(uid)
+	var layers []string
+	if err == nil {
+		layers, err = disk.LayerNames()
+	}
+	if err != nil {
+		return yield(nil, api.Errorf(api.KindOf(err), "disk %s: cannot be read for damaged backups: %w", uid, err))
+	}
+	for _, layer := range layers {
+		src, err := d.openLayer(ctx, disk, layer, of.Size)
+		if !d.yieldOpened(src, err, "layer "+layer, uid, yield) {
+			return false
+		}
+	}
+	return true
+}
+
+// openLayer opens a layer for a backup of size bytes. The last chunk of the backup, if it is short, is searched for in
+// layers of the backup's size alone: the digest of a longer chunk says nothing of the short one.
+func (d *Disks) openLayer(ctx context.Context, disk block.LayerReader, uid string, size int64) (block.DigestSource,
+	error) {
+	leave, err := d.Pacer.Enter(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	src, err := block.OpenLayer(disk, uid)
+	if err != nil {
+		return nil, err
+	}
+	if whole := size / block.ChunkSize * block.ChunkSize; src.Size() >= size+block.Size {
+		return shortened{src, whole}, nil
+	}
+	return src, nil
+}
+
+// shortened is a layer without the bytes behind size.
+type shortened struct {
+	block.DigestSource
+	size int64
+}
+
+// Size implements block.Source.
+func (s shortened) Size() int64 { return s.size }
 
 // listSnapshots lists the snapshots of a volume on the disks of the node.
 func (d *Disks) listSnapshots(ctx context.Context, volume string) (list []candidate, err error) {
@@ -169,7 +247,7 @@ type heldSource struct {
 func (s *heldSource) Close() error { return errors.Join(s.DigestSource.Close(), s.release()) }
 
 // openCandidate holds and opens the layers of a candidate, for a new holder.
-func (d *Disks) openCandidate(ctx context.Context, c candidate) (_ *heldSource, err error) {
+func (d *Disks) openCandidate(ctx context.Context, c candidate) (_ block.DigestSource, err error) {
 	disk, err := d.Disk(c.disk)
 	if err != nil {
 		return nil, err

@@ -23,6 +23,14 @@ type objects struct {
 	snapshots []api.Snapshot
 }
 
+// Get finds node n, with disk d, and a disk that is not ready.
+func (o objects) Get(_ context.Context, _ client.ObjectKey, object client.Object, _ ...client.GetOption) error {
+	if n, is := object.(*api.Node); is {
+		n.Status.Disks = []api.DiskStatus{{UID: "broken"}, {UID: "d", Ready: true}}
+	}
+	return nil
+}
+
 func (o objects) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
 	switch l := list.(type) {
 	case *api.ReplicaList:
@@ -40,6 +48,20 @@ type heldDisk struct {
 	holder string
 	source *source // the open one
 	lacks  map[string]error
+	layers []string // those of other volumes
+	size   int64    // of these
+}
+
+func (d *heldDisk) LayerNames() ([]string, error) { return d.layers, nil }
+
+func (d *heldDisk) Sums(uid string) ([]byte, error) { return make([]byte, 64), d.lacks[uid] }
+
+func (d *heldDisk) Open(uid string) (block.Source, error) {
+	if d.source != nil {
+		d.t.Errorf("layer %s is open beside another one", uid)
+	}
+	d.source = &source{disk: d, layer: uid, size: d.size}
+	return d.source, nil
 }
 
 func (d *heldDisk) HoldSnapshot(_ context.Context, holder, _, _ string, s block.SnapshotCut) ([]string, int64, error) {
@@ -69,7 +91,10 @@ type source struct {
 	block.DigestSource
 	disk  *heldDisk
 	layer string
+	size  int64
 }
+
+func (s *source) Size() int64 { return s.size }
 
 func (s *source) Close() error {
 	s.disk.source = nil
@@ -86,7 +111,12 @@ func newDisks(t *testing.T, n int) (*Disks, *heldDisk) {
 		s.Status.UID, s.Status.CreationTime = api.UID(fmt.Sprint(i)), fmt.Sprintf("2026-01-%02dT03:04:05Z", i+1)
 		o.snapshots = append(o.snapshots, s)
 	}
-	return &Disks{Live: o, Node: "n", Disk: func(api.UID) (block.SnapshotDisk, error) { return disk, nil },
+	return &Disks{Live: o, Node: "n", Disk: func(uid api.UID) (block.SnapshotDisk, error) {
+		if uid != "d" {
+			t.Errorf("disk %s is not ready, and is opened", uid)
+		}
+		return disk, nil
+	},
 		Holders: &holders.Set{}, Log: slog.New(slog.DiscardHandler)}, disk
 }
 
@@ -137,5 +167,39 @@ func TestCollectorKeepsTheHoldsOfAHeal(t *testing.T) {
 	disk.holder = holder // of a killed process
 	if err := collect(); err != nil || disk.holder != "" {
 		t.Errorf("the collector left the hold of a killed process, err %v", err)
+	}
+}
+
+// TestLayersComeAfterSnapshots: after the snapshots of the volume, a heal opens all layers of the disks that are ready, one
+// after the other. A layer that is not finished is left out, and a layer that cannot be opened is an error. A layer that
+// is larger than the backup ends before the backup's last chunk, which is short.
+func TestLayersComeAfterSnapshots(t *testing.T) {
+	d, disk := newDisks(t, 1)
+	disk.layers, disk.size = []string{"a", "b", "c", "d"}, 2*block.ChunkSize
+	disk.lacks["b"] = api.Errorf(api.NotFound, "the layer is not finished")
+	disk.lacks["c"] = fmt.Errorf("open: %w", syscall.EMFILE)
+	for size, want := range map[int64]int64{
+		2*block.ChunkSize - 512:                 2 * block.ChunkSize,
+		2*block.ChunkSize - block.Size:          block.ChunkSize,
+		block.ChunkSize:                         block.ChunkSize,
+		5 * block.ChunkSize:                     2 * block.ChunkSize,
+		block.ChunkSize + block.ChunkSize/2 + 1: block.ChunkSize,
+	} {
+		var got []string
+		of := volume
+		of.Size = size
+		for src, err := range d.sources(t.Context(), of) {
+			if err != nil {
+				got = append(got, "error")
+				continue
+			}
+			got = append(got, disk.source.layer)
+			if _, is := src.(*heldSource); !is && src.Size() != want {
+				t.Errorf("layer %s has %d bytes for a backup of %d, want %d", disk.source.layer, src.Size(), size, want)
+			}
+		}
+		if want := []string{"0", "a", "error", "d"}; !slices.Equal(got, want) || disk.holder != "" || disk.source != nil {
+			t.Errorf("sources %v, want %v; %q holds, %v is open", got, want, disk.holder, disk.source)
+		}
 	}
 }

@@ -158,10 +158,9 @@ func (r *healReconciler) forget(name string) {
 	}
 }
 
-// heal writes the damaged blobs again that disks of the node have: of backups of volumes with a replica here, and of
-// images with a copy here.
+// heal writes the damaged blobs again that disks of the node have.
 func (r *Repositories) heal(ctx context.Context, t *api.BackupTarget, node string, o Options) (result healResult) {
-	damaged, err := r.damagedHere(ctx, t.Name, node)
+	damaged, err := r.damagedFor(ctx, t.Name, node)
 	if err != nil || len(damaged) == 0 {
 		return healResult{err: err}
 	}
@@ -172,38 +171,21 @@ func (r *Repositories) heal(ctx context.Context, t *api.BackupTarget, node strin
 	return result
 }
 
-// damagedHere are the snapshots of damaged backups whose volume has a replica, or whose image has a copy, on the node.
-func (r *Repositories) damagedHere(ctx context.Context, target, node string) (damaged []blob.ID, err error) {
+// damagedFor are the snapshots of the damaged backups that a node may heal: of all, if the node has disks.
+func (r *Repositories) damagedFor(ctx context.Context, target, node string) (damaged []blob.ID, err error) {
+	var n api.Node
+	if err := r.live.Get(ctx, client.ObjectKey{Name: node}, &n); err != nil {
+		return nil, api.Explain(err, "node %s", node)
+	}
+	if len(n.Status.Disks) == 0 {
+		return nil, nil
+	}
 	backups, err := backupsOf(ctx, r.live, target)
 	if err != nil {
 		return nil, err
 	}
-	var replicas api.ReplicaList
-	if err := r.live.List(ctx, &replicas); err != nil {
-		return nil, api.Explain(err, "list replicas")
-	}
-	var copies api.ImageCopyList
-	if err := r.live.List(ctx, &copies); err != nil {
-		return nil, api.Explain(err, "list image copies")
-	}
-	volumes, images := map[string]bool{}, map[string]bool{}
-	for i := range replicas.Items {
-		s := &replicas.Items[i].Spec
-		volumes[s.Volume] = volumes[s.Volume] || s.Node == node
-	}
-	for i := range copies.Items {
-		s := &copies.Items[i].Spec
-		images[s.Image] = images[s.Image] || s.Node == node
-	}
 	for _, b := range backups {
-		here := false
-		switch b := b.(type) {
-		case *api.Backup:
-			here = volumes[b.Spec.Volume]
-		case *api.BackupBackingImage:
-			here = images[b.Spec.BackingImageName]
-		}
-		if id, ok := snapshotOf(b); ok && here && b.Common().Damaged {
+		if id, ok := snapshotOf(b); ok && b.Common().Damaged {
 			damaged = append(damaged, id)
 		}
 	}

@@ -41,8 +41,11 @@ func newHealWorld(t *testing.T, heal healFunc) *healWorld {
 		t.Status.Verification = &api.VerificationFact{DamageFoundAt: &at, DamagedBlobs: 9}
 	})
 	apitest.EditStatus(w.Server, w.makeBackup("b", "default", id), func(b *api.Backup) { b.Status.Damaged = true })
-	w.Create(&api.Replica{ObjectMeta: apitest.Named("r"), Spec: api.ReplicaSpec{UID: uid(4), Volume: "vol",
-		VolumeUID: uid(2), Node: "node-2", Disk: uid(5), Size: 10 << 20}})
+	node := &api.Node{ObjectMeta: apitest.Named("node-2")}
+	w.Create(node)
+	apitest.EditStatus(w.Server, node, func(n *api.Node) {
+		n.Status.Disks = []api.DiskStatus{{Path: "/disk", UID: uid(5), Ready: true}} // with no replica of the volume
+	})
 	r := newReconciler(w.Manager(nil), "node-2", Options{Log: slog.New(slog.DiscardHandler), Cache: t.TempDir(),
 		Now: w.clock.now, OpenStore: w.hooks.open, Heal: heal})
 	h := &healReconciler{Client: w.Client, node: "node-2", opts: r.opts, repositories: r.repositories,

@@ -18,12 +18,6 @@ import (
 // an earlier backup of the volume has, or a snapshot of the volume itself. The store sends the other chunks. A layer is
 // open only while its chunks are copied, because an open layer delays merges.
 
-// localDisk is a disk of the node, which may hang: then the store sends the chunks.
-type localDisk struct {
-	block.DigestLayers
-	watch watched.Disk
-}
-
 // copyLocal copies the chunks that layers on the node's disks have. An error is one of the sink, or the end of ctx: a
 // layer that cannot be read is no source.
 func (f *Fill) copyLocal(ctx context.Context, s *fillSink) error {
@@ -41,40 +35,37 @@ func (f *Fill) copyLocal(ctx context.Context, s *fillSink) error {
 		if !ok {
 			continue
 		}
-		hangs := api.Errorf(api.Unavailable, "disk %s: does not answer", d.UID())
-		if err := f.copyFromDisk(ctx, s, p, localDisk{on, watched.NewDisk(d.UID(), hangs)}); err != nil {
+		if err := f.copyFromDisk(ctx, s, p, on); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// copyFromDisk copies the chunks that layers of a disk have.
-func (f *Fill) copyFromDisk(ctx context.Context, s *fillSink, p *plan, on localDisk) error {
-	names, err := watched.Call(on.watch, on.LayerNames, nil)
+// copyFromDisk copies the chunks that layers of a disk have. The disk may hang: then the store sends the chunks.
+func (f *Fill) copyFromDisk(ctx context.Context, s *fillSink, p *plan, on block.DigestLayers) error {
+	watch := watched.NewDisk(on.UID(), api.Errorf(api.Unavailable, "disk %s: does not answer", on.UID()))
+	layers := watched.Layers(watch, on)
+	names, err := layers.LayerNames()
 	for _, uid := range names {
-		if err := f.copyFrom(ctx, s, p, on, uid); err != nil {
+		if err := f.copyFrom(ctx, s, p, layers, uid); err != nil {
 			return err
 		}
 	}
-	if err = cmp.Or(on.watch.Failure(), err); err != nil {
+	if err = cmp.Or(watch.Failure(), err); err != nil {
 		f.l.set.Log.Info("a restore does not see all layers of a disk", "disk", on.UID(), "err", err)
 	}
 	return nil
 }
 
 // copyFrom copies the chunks of a layer that the plan has, too.
-func (f *Fill) copyFrom(ctx context.Context, s *fillSink, p *plan, on localDisk, uid string) error {
-	sums, err := watched.Call(on.watch, func() ([]byte, error) { return on.Sums(uid) }, nil)
+func (f *Fill) copyFrom(ctx context.Context, s *fillSink, p *plan, on block.LayerReader, uid string) error {
+	src, err := block.OpenLayer(on, uid)
 	if err != nil {
 		return nil // not finished, or without digests
 	}
-	src, err := watched.Open(on.watch, func() (block.Source, error) { return on.Open(uid) })
-	if err != nil {
-		return nil
-	}
 	defer src.Close()
-	chunks := p.equalChunks(sums, src.Size())
+	chunks := p.equalChunks(src)
 	chunks = slices.DeleteFunc(chunks, f.l.isFilled)
 	group, copying := errgroup.WithContext(ctx)
 	group.SetLimit(localAtOnce)
@@ -111,16 +102,13 @@ func (f *Fill) copyChunk(s *fillSink, p *plan, src block.Source, c int64) error 
 	return nil
 }
 
-// equalChunks lists the chunks with data that a layer of size bytes has, by the layer's file of digests.
-func (p *plan) equalChunks(sums []byte, size int64) (same []int64) {
-	have := chunksOf(size)
-	header := int64(len(sums)) - have*sumSize
-	if header < 0 {
-		return nil
-	}
-	for c := range min(have, chunksOf(p.size)) {
-		at := header + c*sumSize
-		if p.isData(c) && p.digest(c) == [sumSize]byte(sums[at:at+sumSize]) {
+// equalChunks lists the chunks with data that a layer has, by the layer's digests.
+func (p *plan) equalChunks(layer block.DigestSource) (same []int64) {
+	for c := range chunksOf(p.size) {
+		if !p.isData(c) {
+			continue
+		}
+		if sum, known := layer.Digest(c); known && sum == p.digest(c) {
 			same = append(same, c)
 		}
 	}
