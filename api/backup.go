@@ -52,6 +52,7 @@ const (
 // +kubebuilder:printcolumn:name="Size",type=string,JSONPath=`.status.sizeText`
 // +kubebuilder:printcolumn:name="Uploaded",type=string,JSONPath=`.status.uploadedText`
 // +kubebuilder:printcolumn:name="Created",type=string,JSONPath=`.status.snapshotCreatedAt`
+// +kubebuilder:printcolumn:name="Damaged",type=boolean,JSONPath=`.status.damaged`
 // +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`
 // +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.status.cluster`,priority=1
 type Backup struct {

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
+	"fmt"
 	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -27,6 +28,7 @@ import (
 // +kubebuilder:printcolumn:name="Progress",type=integer,JSONPath=`.status.progress`
 // +kubebuilder:printcolumn:name="Created",type=string,JSONPath=`.status.backupCreatedAt`
 // +kubebuilder:printcolumn:name="Checksum",type=string,JSONPath=`.status.checksum`
+// +kubebuilder:printcolumn:name="Damaged",type=boolean,JSONPath=`.status.damaged`
 // +kubebuilder:printcolumn:name="Message",type=string,JSONPath=`.status.message`,priority=1
 // +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.status.cluster`,priority=1
 type BackupBackingImage struct {
@@ -134,6 +136,21 @@ func (b *BackupBackingImage) ContentDigest() string { return cmp.Or(b.Status.Dig
 // IsOf reports whether the backup is that of an image's content in a target.
 func (b *BackupBackingImage) IsOf(target, image, digest string) bool {
 	return b.Target() == target && b.Spec.BackingImageName == image && digest != "" && b.ContentDigest() == digest
+}
+
+// OtherContent describes a completed backup in list, in the target of b, of an image of the same name with other
+// content than digest; empty: none.
+func (b *BackupBackingImage) OtherContent(list []BackupBackingImage, digest string) string {
+	for i := range list {
+		o := &list[i]
+		differs := digest != "" && o.ContentDigest() != "" && o.ContentDigest() != digest
+		if differs && o.Target() == b.Target() && o.Spec.BackingImageName == b.Spec.BackingImageName &&
+			o.Status.State == BackupCompleted && o.DeletionTimestamp == nil {
+			return fmt.Sprintf("backup target %s has a backup, %s, of an image %s with other content: digest %.16s instead "+
+				"of %.16s; both are kept", b.Target(), o.Name, b.Spec.BackingImageName, o.ContentDigest(), digest)
+		}
+	}
+	return ""
 }
 
 // NeedsImageBackup reports whether a restore of the backup's volume brings the image of i back.

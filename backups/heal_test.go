@@ -122,9 +122,10 @@ func (w *world) addReplica(volume string, content []byte) {
 		VolumeUID: string(api.NewUID()), Size: size, Layers: []string{layer}}))
 }
 
-// TestRestoredVolumeHealsTheBackupOfItsOriginal: a volume is lost and restored under another name, and the store damages
-// a chunk of the backup afterwards. The layer of the restored volume, of which no snapshot exists, has the chunk. The
-// same holds for the backup of an image whose content a volume of another size has. The last chunks are short.
+// TestRestoredVolumeHealsTheBackupOfItsOriginal: a volume is lost and restored under another name, and the store
+// damages a chunk of the backup afterwards. The layer of the restored volume, of which no snapshot exists, has the
+// chunk. The same holds for the backup of an image whose content a volume of another size has. The last chunks are
+// short.
 func TestRestoredVolumeHealsTheBackupOfItsOriginal(t *testing.T) {
 	t.Run("volume", func(t *testing.T) {
 		w := newWorld(t)

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -73,7 +74,7 @@ func (r imageReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.
 	case b.DeletionTimestamp != nil:
 		return r.planDeletion(ctx, b)
 	case addMetadata(b, map[string]string{api.LabelImage: b.Spec.BackingImageName, api.LabelBackupTarget: b.Target()}):
-		return ctrl.Result{}, ignoreRace(r.Update(ctx, b)) // the event of the update continues
+		return ctrl.Result{}, r.adopt(ctx, b)
 	case b.Status.State == api.BackupError:
 		return r.deleteExpired(ctx, b)
 	case b.Ended():
@@ -96,7 +97,33 @@ func (r imageReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.
 		return ctrl.Result{}, ignoreRace(err)
 	}
 	r.log.Info("backup has a source", "backup", b.Name, "image", b.Spec.BackingImageName, "node", source.Node)
-	return ctrl.Result{}, nil
+	return ctrl.Result{}, r.reportOtherContent(ctx, b, digest)
+}
+
+// adopt writes the metadata of a new object. The event of the update continues.
+func (r imageReconciler) adopt(ctx context.Context, b *api.BackupBackingImage) error {
+	if err := r.Update(ctx, b); err != nil || !api.IsCopy(b) || b.Ended() {
+		return ignoreRace(err)
+	}
+	digest, origin := b.ContentDigest(), &api.BackupBackingImage{}
+	if digest == "" && r.live.Get(ctx, client.ObjectKey{Name: b.Spec.CopyOf}, origin) == nil {
+		digest = origin.ContentDigest()
+	}
+	return r.reportOtherContent(ctx, b, digest)
+}
+
+// reportOtherContent emits an event if the target has a backup of an image of the same name with other content than
+// digest. A backup is reported when its source is chosen, and a copy when it is new.
+func (r imageReconciler) reportOtherContent(ctx context.Context, b *api.BackupBackingImage, digest string) error {
+	var list api.BackupBackingImageList
+	err := r.live.List(ctx, &list, client.MatchingLabels{api.LabelImage: api.LabelValue(b.Spec.BackingImageName)})
+	if err != nil {
+		return err
+	}
+	if other := b.OtherContent(list.Items, digest); other != "" {
+		r.events.Eventf(b, nil, corev1.EventTypeWarning, "ImageContentDiffers", "Backup", "%s", other)
+	}
+	return nil
 }
 
 // findSource finds the copy that a backup is made from, and the digest of the image's content. An error that is not

@@ -69,10 +69,18 @@ func (w *world) storeImage(b *api.BackupBackingImage) {
 
 func (w *world) awaitEvent(reason, part string) {
 	w.T.Helper()
+	w.awaitEventOf("", reason, part)
+}
+
+// awaitEventOf waits for an event about the object of a name; empty: of any.
+func (w *world) awaitEventOf(name, reason, part string) {
+	w.T.Helper()
 	var list eventsv1.EventList
 	watch := w.Watch(&list)
 	defer watch.Stop()
-	has := func(e *eventsv1.Event) bool { return e.Reason == reason && strings.Contains(e.Note, part) }
+	has := func(e *eventsv1.Event) bool {
+		return e.Reason == reason && strings.Contains(e.Note, part) && (name == "" || e.Regarding.Name == name)
+	}
 	for i := range list.Items {
 		if has(&list.Items[i]) {
 			return
@@ -121,6 +129,34 @@ func TestImageIsTakenAlongOnce(t *testing.T) {
 	w.storeImage(w.awaitImageSource("golden-bbbbbbbb.t", "n2"))
 	w.awaitEvent("ImageContentDiffers", name)
 	w.awaitSource("b3", "n1")
+}
+
+// TestOtherContentOfAnImageIsReported: a target has a backup of an image. Further backups of an image of the same name
+// with other content get an event: those of objects without and with a digest, and copies, also those that the node of
+// a target makes with the copy of a volume's backup.
+func TestOtherContentOfAnImageIsReported(t *testing.T) {
+	w := newWorld(t)
+	w.addNodes("n1", "n2")
+	w.addTarget("t")
+	img := w.addImage("golden", "a", "n2")
+	add := func(name, digest, origin string, byUser bool) {
+		x := &api.BackupBackingImage{Spec: api.BackupBackingImageSpec{BackingImageName: "golden", BackupTargetName: "t",
+			UserCreated: byUser, Digest: digest, CopyOf: origin}}
+		x.Name = name
+		w.Create(x)
+	}
+	add("first", "", "", true)
+	w.storeImage(w.awaitImageSource("first", "n2"))
+	other := strings.Repeat("b", 64)
+	apitest.EditStatus(w.Server, img, func(i *api.BackingImage) { i.Status.Digest = other })
+	add("plain", "", "", true)
+	w.storeImage(w.awaitImageSource("plain", "n2"))
+	add("with-digest", other, "", true)
+	add("copy", "", "plain", true)
+	add("taken-along", other, "plain", false)
+	for _, name := range []string{"plain", "with-digest", "copy", "taken-along"} {
+		w.awaitEventOf(name, "ImageContentDiffers", "first, of an image golden with other content: digest aaaa")
+	}
 }
 
 // TestImageBackupThatFailsDelaysNoVolume: the backup of a volume continues when an attempt to back its image up failed,

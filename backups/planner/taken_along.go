@@ -3,7 +3,6 @@ package planner
 import (
 	"context"
 
-	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -31,21 +30,17 @@ func (r *backupReconciler) checkImageBackup(ctx context.Context, b *api.Backup) 
 	if err := r.List(ctx, &list, client.MatchingFields{watch.ByImage: img.Name}); err != nil {
 		return err
 	}
-	var best, other *api.BackupBackingImage
+	var best *api.BackupBackingImage
 	for i := range list.Items {
 		x := &list.Items[i]
-		switch {
-		case x.IsOf(b.Target(), img.Name, digest) && x.DeletionTimestamp == nil:
-			if best == nil || progressOf(x) > progressOf(best) {
-				best = x
-			}
-		case x.Target() == b.Target() && x.Status.State == api.BackupCompleted:
-			other = x
+		if x.IsOf(b.Target(), img.Name, digest) && x.DeletionTimestamp == nil &&
+			(best == nil || progressOf(x) > progressOf(best)) {
+			best = x
 		}
 	}
 	switch {
 	case best == nil:
-		return r.createImageBackup(ctx, b, &img, digest, other)
+		return r.createImageBackup(ctx, b, &img, digest)
 	case best.Status.State == api.BackupError && best.CreationTimestamp.Before(&b.CreationTimestamp):
 		if err := r.deleteSeen(ctx, best); err != nil {
 			return err
@@ -77,10 +72,9 @@ func waitForImage(b *api.BackupBackingImage) error {
 		b.Spec.BackingImageName, b.Name)
 }
 
-// createImageBackup creates the backup of the image of a backup's volume. other is a backup of an image of the same
-// name with other content in the target; nil: none.
-func (r *backupReconciler) createImageBackup(ctx context.Context, b *api.Backup, img *api.BackingImage, digest string,
-	other *api.BackupBackingImage) error {
+// createImageBackup creates the backup of the image of a backup's volume.
+func (r *backupReconciler) createImageBackup(ctx context.Context, b *api.Backup, img *api.BackingImage,
+	digest string) error {
 	x := &api.BackupBackingImage{Spec: api.BackupBackingImageSpec{BackupTargetName: b.Target(),
 		BackingImageName: img.Name, Digest: digest}}
 	x.Name = api.ImageBackupName(img.Name, digest, b.Target())
@@ -103,10 +97,5 @@ func (r *backupReconciler) createImageBackup(ctx context.Context, b *api.Backup,
 		return err
 	}
 	r.log.Info("image is backed up with its volume", "backup", x.Name, "image", img.Name, "volume", b.Spec.Volume)
-	if other != nil {
-		r.events.Eventf(x, nil, corev1.EventTypeWarning, "ImageContentDiffers", "Backup", "backup target %s has a backup, "+
-			"%s, of an image %s with other content: checksum %.16s instead of %.16s; both are kept", b.Target(), other.Name,
-			img.Name, other.Status.Checksum, img.Status.Checksum)
-	}
 	return waitForImage(x)
 }

@@ -217,12 +217,13 @@ func (a *app) backupList() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.printList(cmd.OutOrStdout(), list, "NAME VOLUME TARGET STATE PROGRESS SIZE UPLOADED CREATED MESSAGE | CLUSTER",
+			const columns = "NAME VOLUME TARGET STATE PROGRESS SIZE UPLOADED CREATED DAMAGED MESSAGE | CLUSTER"
+			return a.printList(cmd.OutOrStdout(), list, columns,
 				func(o runtime.Object) []string {
 					b := o.(*api.Backup)
 					return []string{b.Name, b.Spec.Volume, b.Target(), string(b.Status.State), fmt.Sprintf("%d%%", b.Status.Progress),
 						text.SomeBytes(b.Status.VolumeSize), text.SomeBytes(b.Status.NewlyUploadDataSize), b.Status.SnapshotCreatedAt,
-						b.Status.Message, b.Status.Cluster}
+						describe.Damaged(b), b.Status.Message, b.Status.Cluster}
 				})
 		},
 	}

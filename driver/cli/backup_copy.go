@@ -60,9 +60,14 @@ func (a *app) backupCopy() *cobra.Command {
 // makeCopy creates a copy, and waits for its end.
 func makeCopy[T api.StoredBackup](ctx context.Context, a *app, cmd *cobra.Command, c client.WithWatch, b T,
 	f *copyFlags, began time.Time) error {
-	_, isImage := any(b).(*api.BackupBackingImage) // a backup of the default name is of the same content
+	image, isImage := any(b).(*api.BackupBackingImage) // a backup of the default name is of the same content
 	if err := createBackup(ctx, c, b, f.name != "" || isImage); err != nil {
 		return err
+	}
+	if isImage {
+		if err := remarkOtherContent(ctx, c, image, cmd.ErrOrStderr()); err != nil {
+			return err
+		}
 	}
 	name := b.GetName()
 	show, _ := backupCommands(b)

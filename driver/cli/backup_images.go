@@ -45,6 +45,9 @@ func (a *app) imageBackup() *cobra.Command {
 			if err := createBackup(ctx, c, b, true); err != nil {
 				return err
 			}
+			if err := remarkOtherContent(ctx, c, b, cmd.ErrOrStderr()); err != nil {
+				return err
+			}
 			result := fmt.Sprintf("backup %q created: follow it with `drover backup images %s`", b.Name, b.Name)
 			if wait {
 				if b, err = awaitBackup(ctx, c, b, cmd.ErrOrStderr()); err != nil {
@@ -82,6 +85,18 @@ func newImageBackup(ctx context.Context, c client.Client, image, target, name st
 	return b, checkName("backup", b.Name)
 }
 
+// remarkOtherContent says that the target has a backup of an image of the same name with other content.
+func remarkOtherContent(ctx context.Context, c client.Client, b *api.BackupBackingImage, remarks io.Writer) error {
+	list, err := imageBackupsOf(ctx, c, b.Target())
+	if err != nil {
+		return err
+	}
+	if other := b.OtherContent(list.Items, b.Spec.Digest); other != "" {
+		fmt.Fprintln(remarks, text.Line(other))
+	}
+	return nil
+}
+
 func (a *app) backupImages() *cobra.Command {
 	target := ""
 	c := &cobra.Command{
@@ -107,12 +122,13 @@ func (a *app) backupImages() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.printList(cmd.OutOrStdout(), list, "NAME IMAGE TARGET SIZE STATE CREATED CHECKSUM MESSAGE | CLUSTER",
+			const columns = "NAME IMAGE TARGET SIZE STATE CREATED CHECKSUM DAMAGED MESSAGE | CLUSTER"
+			return a.printList(cmd.OutOrStdout(), list, columns,
 				func(o runtime.Object) []string {
 					b := o.(*api.BackupBackingImage)
 					s := &b.Status
 					return []string{b.Name, b.Spec.BackingImageName, b.Target(), text.SomeBytes(s.Size), string(s.State),
-						s.BackupCreatedAt, fmt.Sprintf("%.16s", s.Checksum), s.Message, s.Cluster}
+						s.BackupCreatedAt, fmt.Sprintf("%.16s", s.Checksum), describe.Damaged(b), s.Message, s.Cluster}
 				})
 		},
 	}

@@ -318,7 +318,60 @@ func TestImageBackupCommands(t *testing.T) {
 	}
 	drover(t, kubeconfig("backup", "images", "--target", "travel")...).mustSay(t, 0, name, "3 GiB", "Completed", sum[:16])
 	drover(t, kubeconfig("backup", "images", name)...).mustSay(t, 0, sum, digest)
+	b.Status.Damaged = true
+	if err := store.Status().Update(t.Context(), &b); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig("backup", "images", "--target", "travel")...).mustSay(t, 0, "DAMAGED", "yes")
+	drover(t, kubeconfig("backup", "images", name)...).mustSay(t, 0, "drover target show travel")
+	img.Status.Digest = strings.Repeat("2e", 32)
+	if err := store.Status().Update(t.Context(), img); err != nil {
+		t.Fatal(err)
+	}
+	drover(t, kubeconfig(backUp...)...).mustSay(t, 0, "other content: digest 1f1f1f1f1f1f1f1f instead of 2e2e")
+	other := &api.BackupBackingImage{}
+	other.Name = "travels-2e2e2e2e.travel"
+	if err := store.Delete(t.Context(), other); err != nil {
+		t.Error(err)
+	}
 	drover(t, kubeconfig("backup", "volumes", "--target", "travel")...).mustSay(t, 0, "traveller", "of-traveller", "1 GiB")
 	drover(t, kubeconfig("backup", "delete", "--image", name)...).mustSay(t, 5, "of-traveller", "--force")
 	drover(t, kubeconfig("backup", "delete", "--image", "--force", name)...).mustSay(t, 0, "deleted")
+}
+
+// TestVerifyOfAnImagesBackup: `backup verify NAME` finds the backup of an image, too, and ends with an error for the
+// damage of that backup alone.
+func TestVerifyOfAnImagesBackup(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	target := &api.BackupTarget{Spec: api.BackupTargetSpec{BackupTargetURL: "file:///srv/verified"}}
+	target.Name = "verified"
+	image := &api.BackupBackingImage{Spec: api.BackupBackingImageSpec{BackupTargetName: "verified",
+		BackingImageName: "golden", Digest: strings.Repeat("1f", 32)}}
+	image.Name = "golden-1f"
+	place(t, target, image)
+	for damaged, code := range map[bool]int{false: 0, true: 1} {
+		image.Status.Damaged = damaged
+		if err := store.Status().Update(ctx, image); err != nil {
+			t.Fatal(err)
+		}
+		remarks, done := make(heard, 1000), make(chan result, 1)
+		go func() { done <- droverTo(ctx, remarks, kubeconfig("backup", "verify", "golden-1f")...) }()
+		before := target.Spec.VerifyRequestedAt
+		asked, err := await.Until(ctx, store, "verified", func(t *api.BackupTarget) (bool, error) {
+			return t.Spec.VerifyRequestedAt != nil && !t.Spec.VerifyRequestedAt.Equal(before), nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		target = asked
+		target.Status.Verification = &api.VerificationFact{Request: asked.Spec.VerifyRequestedAt, DamagedBlobs: 1}
+		if err := store.Status().Update(ctx, target); err != nil {
+			t.Fatal(err)
+		}
+		within(t, "end of backup verify", done).mustSay(t, code, `target "verified" verified`)
+		if damaged {
+			remarks.await(t, ctx, `backup "golden-1f" is damaged`)
+		}
+	}
 }

@@ -36,8 +36,8 @@ func (a *app) backupVerify() *cobra.Command {
 				return err
 			}
 			if len(left) == 1 {
-				var b api.Backup
-				if err := getObject(ctx, c, "backup", left[0], &b); err != nil {
+				b, err := getStoredBackup(ctx, c, left[0])
+				if err != nil {
 					return err
 				}
 				target = b.Target()
@@ -68,15 +68,15 @@ func (a *app) backupVerify() *cobra.Command {
 
 // damageOfBackup describes the damage of one backup, which the node writes before that of the target; empty: none.
 func damageOfBackup(ctx context.Context, c client.Client, name string) (string, error) {
-	var b api.Backup
-	if err := getObject(ctx, c, "backup", name, &b); err != nil {
+	stored, err := getStoredBackup(ctx, c, name)
+	if err != nil || !stored.Common().Damaged {
 		return "", err
 	}
-	if !b.Status.Damaged {
-		return "", nil
+	damage := fmt.Sprintf("backup %q is damaged: see `drover target show %s`; ", name, stored.Target())
+	if b, is := stored.(*api.Backup); is {
+		return damage + fmt.Sprintf("make a full backup of volume %q (--full), or delete this one", b.Spec.Volume), nil
 	}
-	return fmt.Sprintf("backup %q is damaged: see `drover target show %s`; make a full backup of volume %q, or delete this "+
-		"one", name, b.Target(), b.Spec.Volume), nil
+	return damage + "copies of the image on the nodes' disks heal it; without one, delete this backup", nil
 }
 
 // verifyTarget asks for a verification, and waits until it has ended.

@@ -170,9 +170,9 @@ func TestCollectorKeepsTheHoldsOfAHeal(t *testing.T) {
 	}
 }
 
-// TestLayersComeAfterSnapshots: after the snapshots of the volume, a heal opens all layers of the disks that are ready, one
-// after the other. A layer that is not finished is left out, and a layer that cannot be opened is an error. A layer that
-// is larger than the backup ends before the backup's last chunk, which is short.
+// TestLayersComeAfterSnapshots: after the snapshots of the volume, a heal opens all layers of the disks that are
+// ready, one after the other. A layer that is not finished is left out, and a layer that cannot be opened is an error.
+// A layer that is larger than the backup ends before the backup's last chunk, which is short.
 func TestLayersComeAfterSnapshots(t *testing.T) {
 	d, disk := newDisks(t, 1)
 	disk.layers, disk.size = []string{"a", "b", "c", "d"}, 2*block.ChunkSize

@@ -19,26 +19,13 @@ import (
 // Backup writes the fields of a volume's backup.
 func Backup(w io.Writer, b *api.Backup) {
 	s := b.Status
-	done := fmt.Sprintf("%d %%", s.Progress)
-	if s.BytesTotal > 0 && !b.Ended() {
-		done += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
-	}
-	if s.EstimatedEnd != nil {
-		done += ", ends at about " + s.EstimatedEnd.UTC().Format(time.RFC3339)
-	}
 	snapshot := cmp.Or(s.SnapshotName, b.Spec.SnapshotName)
 	if s.SnapshotCreatedAt != "" {
 		snapshot += " of " + s.SnapshotCreatedAt
 	}
-	uploaded, attempts, labels := text.SomeBytes(s.NewlyUploadDataSize), "", s.Labels
+	uploaded, labels := text.SomeBytes(s.NewlyUploadDataSize), s.Labels
 	if s.State == api.BackupCompleted {
 		uploaded = api.SizeText(s.NewlyUploadDataSize)
-	}
-	if s.Attempts > 0 && !b.Ended() {
-		attempts = api.CountText(int(s.Attempts), "attempt") + " failed"
-		if s.NextTry != nil {
-			attempts += ", the next is at " + s.NextTry.UTC().Format(time.RFC3339)
-		}
 	}
 	if len(labels) == 0 {
 		labels = b.Spec.Labels
@@ -51,19 +38,53 @@ func Backup(w io.Writer, b *api.Backup) {
 	if record == nil {
 		record = &api.RecordedVolume{}
 	}
-	damaged := ""
-	if s.Damaged {
-		damaged = "yes: see `drover target show " + b.Target() + "`"
-	}
 	text.Fields(w, "Name", b.Name, "Volume", b.Spec.Volume, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
-		"State", string(s.State), "Message", s.Message, "Damaged", damaged, "Progress", done, "Attempts", attempts,
-		"Restored at once", verified.AtOnce(b), "Mode", BackupMode(b), "Snapshot", snapshot,
+		"State", string(s.State), "Message", s.Message, "Damaged", damageText(b), "Progress", progressText(b),
+		"Attempts", attemptsText(b), "Restored at once", verified.AtOnce(b), "Mode", BackupMode(b), "Snapshot", snapshot,
 		"Ended", s.BackupCreatedAt, "Size", text.SomeBytes(s.VolumeSize), "Uploaded", uploaded,
 		"Image", s.VolumeBackingImageName, "Labels", text.JoinLabels(labels),
 		"StorageClass", record.StorageClassName, "Claim", record.Claim, "PersistentVolume", record.PersistentVolumeName,
 		"Volume labels", text.JoinLabels(record.Labels), "Volume parameters", parametersText(record),
 		"Cluster", s.Cluster, "Node", node, "restic snapshot", cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL,
 		"Volume UID", string(s.VolumeUID))
+}
+
+// Damaged is "yes" for a backup that a verification found damaged, otherwise empty.
+func Damaged(b api.StoredBackup) string { return map[bool]string{true: "yes"}[b.Common().Damaged] }
+
+// damageText says where to read on about the damage of a backup; empty: none is known.
+func damageText(b api.StoredBackup) string {
+	damaged := Damaged(b)
+	if damaged == "" {
+		return ""
+	}
+	return damaged + ": see `drover target show " + b.Target() + "`"
+}
+
+// progressText tells how far a backup is, and when it is about to end.
+func progressText(b api.StoredBackup) string {
+	s := b.Common()
+	done := fmt.Sprintf("%d %%", s.Progress)
+	if s.BytesTotal > 0 && !b.Ended() {
+		done += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
+	}
+	if s.EstimatedEnd != nil {
+		done += ", ends at about " + s.EstimatedEnd.UTC().Format(time.RFC3339)
+	}
+	return done
+}
+
+// attemptsText tells of attempts that failed, of a backup that has not ended.
+func attemptsText(b api.StoredBackup) string {
+	s := b.Common()
+	if s.Attempts == 0 || b.Ended() {
+		return ""
+	}
+	text := api.CountText(int(s.Attempts), "attempt") + " failed"
+	if s.NextTry != nil {
+		text += ", the next is at " + s.NextTry.UTC().Format(time.RFC3339)
+	}
+	return text
 }
 
 // BackupMode returns how a backup was made, or will be made.
@@ -92,14 +113,10 @@ func parametersText(r *api.RecordedVolume) string {
 // ImageBackup writes the fields of an image's backup.
 func ImageBackup(w io.Writer, b *api.BackupBackingImage) {
 	s := &b.Status
-	done := fmt.Sprintf("%d %%", s.Progress)
-	if s.BytesTotal > 0 && !b.Ended() {
-		done += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
-	}
 	node, _ := b.SourceDisk()
 	text.Fields(w, "Name", b.Name, "Image", b.Spec.BackingImageName, "Target", b.Target(), "Copy of", b.Spec.CopyOf,
-		"State", string(s.State),
-		"Message", s.Message, "Progress", done, "Ended", s.BackupCreatedAt, "Size", text.SomeBytes(s.Size),
+		"State", string(s.State), "Message", s.Message, "Damaged", damageText(b), "Progress", progressText(b),
+		"Attempts", attemptsText(b), "Ended", s.BackupCreatedAt, "Size", text.SomeBytes(s.Size),
 		"Uploaded", text.SomeBytes(s.NewlyUploadDataSize), "SHA-512", s.Checksum, "Content", b.ContentDigest(),
 		"Labels", text.JoinLabels(b.Spec.Labels), "Cluster", s.Cluster, "Node", cmp.Or(s.OwnerID, node), "restic snapshot",
 		cmp.Or(s.SnapshotID, b.Spec.SnapshotID), "URL", s.URL)
