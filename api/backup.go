@@ -108,11 +108,8 @@ type CommonBackupStatus struct {
 	Message string      `json:"message,omitempty"`
 	OwnerID string      `json:"ownerID,omitempty"` // node that writes the status; empty: the controller
 	// Progress in percent, of the bytes below.
-	Progress   int32 `json:"progress,omitempty"`
-	BytesDone  int64 `json:"bytesDone,omitempty"`
-	BytesTotal int64 `json:"bytesTotal,omitempty"`
-	// EstimatedEnd of a running backup, at the mean rate so far; empty: not known yet.
-	EstimatedEnd *metav1.Time `json:"estimatedEnd,omitempty"`
+	Progress     int32 `json:"progress,omitempty"`
+	ByteProgress `json:",inline"`
 	// Attempts that failed, and the time of the next one.
 	Attempts int32        `json:"attempts,omitempty"`
 	NextTry  *metav1.Time `json:"nextTry,omitempty"`

@@ -128,8 +128,9 @@ type BackingImageStatus struct {
 	Message string     `json:"message,omitempty"`
 	// Readable: volumes can use the image before it is ready. A node serves its content while a restore fetches it.
 	Readable bool `json:"readable,omitempty"`
-	// Progress of the most advanced copy, percent.
-	Progress int32 `json:"progress,omitempty"`
+	// Progress of the most advanced copy, percent; its bytes are those when the percentage changed last.
+	Progress     int32 `json:"progress,omitempty"`
+	ByteProgress `json:",inline"`
 	// Size is what the image takes on one disk, bytes.
 	Size int64 `json:"size,omitempty"`
 	// VirtualSize is the size of the disk inside the image, bytes; a volume from it is at least as large.
@@ -238,13 +239,12 @@ const CopyNotRemoved = "the copy cannot be removed yet: "
 type ImageCopyStatus struct {
 	State ImageState `json:"state,omitempty"`
 	// Readable: the node serves the layers although the copy is not ready, because it reads them in a backup meanwhile.
-	Readable   bool        `json:"readable,omitempty"`
-	Progress   int32       `json:"progress,omitempty"` // percent
-	BytesDone  int64       `json:"bytesDone,omitempty"`
-	BytesTotal int64       `json:"bytesTotal,omitempty"`
-	Message    string      `json:"message,omitempty"`
-	Attempts   int32       `json:"attempts,omitempty"`
-	NextTry    metav1.Time `json:"nextTry,omitempty"`
+	Readable     bool  `json:"readable,omitempty"`
+	Progress     int32 `json:"progress,omitempty"` // percent
+	ByteProgress `json:",inline"`
+	Message      string      `json:"message,omitempty"`
+	Attempts     int32       `json:"attempts,omitempty"`
+	NextTry      metav1.Time `json:"nextTry,omitempty"`
 	// TriedFrom is where the last try that failed was to take it from, as spec.from was then.
 	TriedFrom UID `json:"triedFrom,omitempty"`
 	// UploadURL is where an upload is expected, and continued where it was cut off (source type upload). UploadCA is the

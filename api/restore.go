@@ -14,8 +14,9 @@ type RestoreStatus struct {
 	// Backup is the name of the backup in its target; empty: the volume is imported.
 	Backup string `json:"backup,omitempty"`
 	// Message says why the restore failed or waits; or of a completed one, which chunks of the backup are zeros.
-	Message  string `json:"message,omitempty"`
-	Progress int32  `json:"progress,omitempty"` // percent
+	Message      string `json:"message,omitempty"`
+	Progress     int32  `json:"progress,omitempty"` // percent
+	ByteProgress `json:",inline"`
 	// BackingImage is the hidden image that brings the data; empty: the volume needs none any more.
 	BackingImage string `json:"backingImage,omitempty"`
 }

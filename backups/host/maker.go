@@ -198,16 +198,8 @@ func (m *maker) showProgress(ctx context.Context, b api.StoredBackup, w *work) (
 	}
 	st, old := b.Common(), copyOf(b)
 	st.Message = w.currentPhase()
-	st.BytesDone, st.BytesTotal = w.progress.Bytes()
-	st.Progress = 0
-	if st.BytesTotal > 0 {
-		st.Progress = int32(100 * min(st.BytesDone, st.BytesTotal) / st.BytesTotal)
-	}
-	st.EstimatedEnd = nil
-	if end, known := w.progress.End(time.Now()); known {
-		t := metav1.NewTime(end.Truncate(time.Second))
-		st.EstimatedEnd = &t
-	}
+	st.ByteProgress = w.progress.At(time.Now())
+	st.Progress = st.Percent()
 	_, err := m.putStatus(ctx, b, old)
 	return ctrl.Result{RequeueAfter: m.opts.ProgressEvery}, err
 }

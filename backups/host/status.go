@@ -45,9 +45,8 @@ func (m *maker) setFailed(b api.StoredBackup, w *work) {
 	st := b.Common()
 	done, total := w.progress.Bytes()
 	last := targets.CountAttempt(st, w.err, done > w.reached, w.begun)
-	st.BytesDone, st.BytesTotal = max(done, w.reached), max(total, done, w.reached)
+	st.ByteProgress = api.ByteProgress{BytesDone: max(done, w.reached), BytesTotal: max(total, done, w.reached)}
 	st.Message, st.NextTry = api.ClipMessage(w.err.Error()), nil
-	st.EstimatedEnd = nil
 	if last {
 		st.State, st.BackupCreatedAt = api.BackupError, time.Now().UTC().Format(time.RFC3339)
 		return

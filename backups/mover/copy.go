@@ -93,6 +93,7 @@ func attemptCopy(ctx context.Context, from *repo.Repository, id blob.ID, to *rep
 	}
 	defer func() { err = errors.Join(err, w.Close()) }()
 	o.Progress.total.Store(m.Size)
+	o.Progress.complete.Store(true)
 	c := &copier{source: source, w: w, seen: map[blob.ID]struct{}{}, progress: o.Progress, size: m.Size}
 	if err := c.copyTrees(ctx, []blob.ID{*origin.Tree}, 0); err != nil {
 		return result, err

@@ -60,6 +60,9 @@ func TestCopyMovesABackup(t *testing.T) {
 	if result.Read < 4*chunkSize || result.StoredBytes < 4*chunkSize {
 		t.Errorf("the first copy: %+v", result)
 	}
+	if do.Progress.At(time.Now()).EstimatedEnd == nil {
+		t.Error("the end of the copy is not known")
+	}
 	if done, total := do.Progress.Bytes(); done != v.size || total != v.size {
 		t.Errorf("progress %d of %d bytes", done, total)
 	}

@@ -18,6 +18,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"drover.io/drover/api"
 	"drover.io/drover/block"
 )
 
@@ -40,15 +41,13 @@ func (p *Progress) reset() {
 	p.began.Store(&now)
 }
 
-// End estimates the end from the mean rate so far; known is false while the total is not final, or nothing is done.
-func (p *Progress) End(now time.Time) (end time.Time, known bool) {
-	began := p.began.Load()
-	done, total := p.Bytes()
-	if began == nil || !p.complete.Load() || done <= 0 || done > total {
-		return time.Time{}, false
+// At returns the progress for a status. The end is not known while the total is not final, or nothing is done.
+func (p *Progress) At(now time.Time) (at api.ByteProgress) {
+	at.BytesDone, at.BytesTotal = p.Bytes()
+	if began := p.began.Load(); began != nil && p.complete.Load() {
+		at.EstimatedEnd = api.EstimateEnd(*began, now, 0, at.BytesDone, at.BytesTotal)
 	}
-	took := now.Sub(*began)
-	return now.Add(time.Duration(float64(took) * float64(total-done) / float64(done))), true
+	return at
 }
 
 // Bytes returns how many bytes are done, of how many that Backup or Restore knows of so far.

@@ -11,22 +11,23 @@ import (
 // mean rate.
 func TestProgressEstimatesTheEnd(t *testing.T) {
 	var p Progress
-	if _, known := p.End(time.Now()); known {
+	if p.At(time.Now()).EstimatedEnd != nil {
 		t.Error("before the begin, the end is known")
 	}
 	p.reset()
 	began := *p.began.Load()
 	p.total.Store(1000)
 	p.done.Store(250)
-	if _, known := p.End(began.Add(time.Minute)); known {
+	if p.At(began.Add(time.Minute)).EstimatedEnd != nil {
 		t.Error("the end is known, although the total is not")
 	}
 	p.complete.Store(true)
-	if end, known := p.End(began.Add(time.Minute)); !known || !end.Equal(began.Add(4*time.Minute)) {
-		t.Errorf("%v, known %v: want 4 minutes after the begin, %v", end, known, began)
+	want := began.Add(4 * time.Minute).Truncate(time.Second)
+	if end := p.At(began.Add(time.Minute)).EstimatedEnd; end == nil || !end.Time.Equal(want) {
+		t.Errorf("%v: want 4 minutes after the begin, %v", end, began)
 	}
 	p.done.Store(0)
-	if _, known := p.End(began.Add(time.Minute)); known {
+	if p.At(began.Add(time.Minute)).EstimatedEnd != nil {
 		t.Error("without progress, the end is known")
 	}
 }
@@ -43,7 +44,7 @@ func TestProgressIsCompleteAfterABackup(t *testing.T) {
 	if want := int64(2*chunkSize + 4096); done != want || total != want {
 		t.Errorf("%d of %d bytes, want %d", done, total, want)
 	}
-	if _, known := o.Progress.End(time.Now()); !known {
+	if o.Progress.At(time.Now()).EstimatedEnd == nil {
 		t.Error("the end is not known")
 	}
 }

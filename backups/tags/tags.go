@@ -217,8 +217,9 @@ func (f Facts) ImageStatus(targetURL, snapshot string, ended, now time.Time) api
 
 func (f Facts) commonStatus(snapshot string, ended, now time.Time) api.CommonBackupStatus {
 	synced := metav1.NewTime(now)
-	return api.CommonBackupStatus{State: api.BackupCompleted, Progress: 100, BytesDone: f.VolumeSize,
-		BytesTotal: f.VolumeSize, Cluster: f.Cluster, SnapshotID: snapshot, BackupCreatedAt: ended.UTC().Format(time.RFC3339),
+	return api.CommonBackupStatus{State: api.BackupCompleted, Progress: 100,
+		ByteProgress: api.ByteProgress{BytesDone: f.VolumeSize, BytesTotal: f.VolumeSize}, Cluster: f.Cluster,
+		SnapshotID: snapshot, BackupCreatedAt: ended.UTC().Format(time.RFC3339),
 		NewlyUploadDataSize: f.Uploaded, Labels: f.Labels, LastSyncedAt: &synced, SizeText: api.SizeText(f.VolumeSize),
 		UploadedText: api.SizeText(f.Uploaded)}
 }

@@ -22,7 +22,7 @@ func showProgress(t *transfer, st *api.ImageCopyStatus) {
 	}
 	now := t.currentState()
 	st.State, st.Progress, st.UploadURL = now.state, now.percent, now.url
-	st.BytesDone, st.BytesTotal = now.done, now.total
+	st.ByteProgress = now.bytes
 	st.Message, st.Notice = now.problem, t.progress.Notice()
 	if r := now.readable; r.digest != "" {
 		st.Readable, st.Digest, st.VirtualSize = true, r.digest, r.size
@@ -37,7 +37,7 @@ func showProgress(t *transfer, st *api.ImageCopyStatus) {
 // setReady is the status of a complete copy.
 func setReady(st *api.ImageCopyStatus, g importer.Result) {
 	st.State, st.Message, st.Progress, st.UploadURL, st.NextTry = api.ImageReady, "", 100, "", metav1.Time{}
-	st.Attempts, st.TriedFrom, st.Readable = 0, "", false
+	st.Attempts, st.TriedFrom, st.Readable, st.EstimatedEnd = 0, "", false, nil
 	st.Format, st.Size, st.VirtualSize, st.Checksum, st.Digest = g.Format, g.Allocated, g.VirtualSize, g.Checksum, g.Digest
 }
 
@@ -56,7 +56,7 @@ func (n *copyReconciler) setDamaged(c *api.ImageCopy, t api.SourceType, st *api.
 // setFailed is the status of a failed copy; setFailed returns the time until the next try.
 func (n *copyReconciler) setFailed(c *api.ImageCopy, st *api.ImageCopyStatus, err error, retry bool) time.Duration {
 	st.State, st.Message, st.Notice, st.Progress, st.UploadURL = api.ImageFailed, err.Error(), "", 0, ""
-	st.Format, st.Size, st.Checksum = "", 0, ""
+	st.Format, st.Size, st.Checksum, st.EstimatedEnd = "", 0, "", nil
 	if st.Readable = st.Readable && c.Spec.From == ""; !st.Readable { // a readable copy is still served: serveFailed
 		st.VirtualSize, st.Digest = 0, ""
 	}

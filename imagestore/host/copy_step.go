@@ -173,7 +173,7 @@ func (s *copyStep) makeCopy(ctx context.Context, repair bool) (time.Duration, er
 	if err := s.startTransfer(ctx, c, s.img, s.on, s.spec, st.UploadURL, repair); err != nil {
 		return 0, err
 	}
-	st.State, st.Message, st.Progress, st.BytesDone, st.BytesTotal, st.UploadURL = api.ImagePending, "", 0, 0, 0, ""
+	st.State, st.Message, st.Progress, st.ByteProgress, st.UploadURL = api.ImagePending, "", 0, api.ByteProgress{}, ""
 	st.NextTry = metav1.Time{}
 	return 0, nil
 }

@@ -81,6 +81,14 @@ type transfer struct {
 	url      string                             // for the sender of an upload
 	readable readableLayer                      // of a restore, once its layer can be read
 	problem  func() (text string, waiting bool) // of a restore's layer; nil: no restore
+	rateFrom ratePoint
+}
+
+// ratePoint is when the first bytes were seen, from which the rate of a transfer counts: a restore continues with bytes of
+// an earlier process.
+type ratePoint struct {
+	at   time.Time // zero: none yet
+	done int64
 }
 
 // takeSlot is a slotFunc.
@@ -133,13 +141,13 @@ func (t *transfer) setState(state api.ImageState, url string) {
 
 // transferState is the visible state of a running transfer.
 type transferState struct {
-	state       api.ImageState
-	percent     int32
-	done, total int64
-	url         string
-	readable    readableLayer
-	problem     string
-	waiting     bool // the transfer waits for a store, and nobody knows for how long
+	state    api.ImageState
+	percent  int32
+	bytes    api.ByteProgress
+	url      string
+	readable readableLayer
+	problem  string
+	waiting  bool // the transfer waits for a store, and nobody knows for how long
 }
 
 // setRestoring notes a restore, and its layer once the layer can be read.
@@ -159,9 +167,19 @@ func (t *transfer) currentState() transferState {
 		}
 	}
 	if s.state == api.ImageInProgress {
-		s.state, s.percent, s.done, s.total = t.progress.Snapshot()
+		s.state, s.percent, s.bytes.BytesDone, s.bytes.BytesTotal = t.progress.Snapshot()
+		t.estimateEnd(&s.bytes, time.Now())
 	}
 	return s
+}
+
+// estimateEnd estimates the end of the transfer. The caller has t.mu.
+func (t *transfer) estimateEnd(bytes *api.ByteProgress, now time.Time) {
+	if t.rateFrom.at.IsZero() || bytes.BytesDone < t.rateFrom.done {
+		t.rateFrom = ratePoint{now, bytes.BytesDone}
+		return
+	}
+	bytes.EstimatedEnd = api.EstimateEnd(t.rateFrom.at, now, t.rateFrom.done, bytes.BytesDone, bytes.BytesTotal)
 }
 
 // get returns the transfer of an ImageCopy, running or ended, or nil.

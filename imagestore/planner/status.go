@@ -22,6 +22,7 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 	s.Copies, s.ReadyCopies, s.Progress, s.Message, s.State = nil, 0, 0, p.problem, ""
 	s.Readable = false
 	var worst, stalled string
+	var bytes api.ByteProgress // of the most advanced copy
 	for i := range v.copies {
 		c := &v.copies[i]
 		if c.Spec.UUID != s.UUID {
@@ -54,8 +55,11 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 		if rank[st] > rank[s.State] {
 			s.State = st
 		}
-		s.Progress = max(s.Progress, c.Status.Progress)
-		if st == api.ImageFailed || st == api.ImageUnknown || message != "" && (c.Status.Readable || st == api.ImageInProgress) {
+		if c.Status.Progress > s.Progress {
+			s.Progress, bytes = c.Status.Progress, c.Status.ByteProgress
+		}
+		waits := c.Status.Readable || st == api.ImageInProgress
+		if st == api.ImageFailed || st == api.ImageUnknown || waits && message != "" {
 			worst = message // of a readable copy: why reads wait; of one in progress: why the copy cannot be read yet
 		}
 		if c.Status.Readable && st != api.ImageReady && st != api.ImageUnknown {
@@ -70,6 +74,9 @@ func describeImage(img *api.BackingImage, v *clusterView, p copyPlan) api.Backin
 		}
 	}
 	s.Readable = s.Readable && s.ReadyCopies == 0
+	if s.Progress != img.Status.Progress { // at most a hundred writes of the status for an image of any size
+		s.ByteProgress = *bytes.DeepCopy()
+	}
 	switch {
 	case s.State != "":
 	case p.problem != "" && validateImage(img) != nil:

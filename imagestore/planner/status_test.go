@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -43,6 +44,27 @@ func TestTooFewCopiesAreCounted(t *testing.T) {
 		if c == nil || c.Reason != "TooFewCopies" || c.Message != want {
 			t.Errorf("%q: %+v, want %q", message, c, want)
 		}
+	}
+}
+
+// TestImageHasTheBytesOfItsBestCopy: an image has the bytes and the end of its most advanced copy, and changes them with
+// the percentage alone, so that a large image is not written twice a second.
+func TestImageHasTheBytesOfItsBestCopy(t *testing.T) {
+	end := metav1.Now()
+	best, late := on("n1", "a", api.ImageInProgress, "", 1), on("n1", "b", api.ImageInProgress, "", 1)
+	best.Status.Progress, late.Status.Progress = 40, 10
+	best.Status.ByteProgress = api.ByteProgress{BytesDone: 400, BytesTotal: 1000, EstimatedEnd: &end}
+	v := &clusterView{nodes: map[string]bool{"n1": true}, copies: []api.ImageCopy{late, best, late}}
+	img := &api.BackingImage{Status: api.BackingImageStatus{UUID: best.Spec.UUID}}
+	img.Status = describeImage(img, v, copyPlan{})
+	v.copies[1].Status.BytesDone = 405
+	img.Status = describeImage(img, v, copyPlan{})
+	if !equality.Semantic.DeepEqual(img.Status.ByteProgress, best.Status.ByteProgress) || img.Status.Progress != 40 {
+		t.Errorf("%+v", img.Status)
+	}
+	v.copies[1].Status.Progress = 41
+	if s := describeImage(img, v, copyPlan{}); s.BytesDone != 405 {
+		t.Errorf("%+v", s.ByteProgress)
 	}
 }
 

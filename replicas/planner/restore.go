@@ -193,6 +193,7 @@ func describeRestore(v *api.Volume, img *api.BackingImage) {
 	if v.Spec.ImportFrom == nil && st.Backup == "" { // the URL names an image, of which the planner chose a backup
 		st.Backup = api.BackupOfURL(img.RestoredURL())
 	}
+	st.ByteProgress = *from.ByteProgress.DeepCopy()
 	describeStall(v, from)
 	switch from.State {
 	case api.ImageFailed:

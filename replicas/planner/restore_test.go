@@ -43,10 +43,13 @@ func TestReplicaHoldsItsHiddenImage(t *testing.T) {
 // TestVolumeSaysThatReadsWait: a volume has the condition of its hidden image, and none without the image.
 func TestVolumeSaysThatReadsWait(t *testing.T) {
 	v := &api.Volume{Status: api.VolumeStatus{RestoreStatus: &api.RestoreStatus{}}}
-	img := &api.BackingImage{}
+	img := &api.BackingImage{Status: api.BackingImageStatus{ByteProgress: api.ByteProgress{BytesDone: 4, BytesTotal: 9}}}
 	for _, stalled := range []bool{true, false} {
 		api.SetCondition(&img.Status.Conditions, 1, api.ConditionStalled, stalled, api.ReasonReadsWait, "the store is away")
 		describeRestore(v, img)
+		if v.Status.RestoreStatus.ByteProgress != img.Status.ByteProgress {
+			t.Errorf("the restore has %+v", v.Status.RestoreStatus.ByteProgress)
+		}
 		if meta.IsStatusConditionTrue(v.Status.Conditions, api.ConditionStalled) != stalled {
 			t.Errorf("stalled %v: %+v", stalled, v.Status.Conditions)
 		}

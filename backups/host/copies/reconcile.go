@@ -113,11 +113,8 @@ func (r *reconciler) followWork(ctx context.Context, b api.StoredBackup, w *work
 	case !ended && w.removal:
 		return ctrl.Result{}, nil // the end of the job wakes the reconciler
 	case !ended:
-		st.BytesDone, st.BytesTotal = w.progress.Bytes()
-		st.Progress = 0
-		if st.BytesTotal > 0 {
-			st.Progress = int32(100 * min(st.BytesDone, st.BytesTotal) / st.BytesTotal)
-		}
+		st.ByteProgress = w.progress.At(time.Now()) // the clock of Progress
+		st.Progress = st.Percent()
 		_, err := r.putStatus(ctx, b, old)
 		return ctrl.Result{RequeueAfter: r.opts.ProgressEvery}, err
 	case w.removal && result.err == nil: // the work stays until the object is deleted
@@ -311,7 +308,7 @@ func (r *reconciler) setFailed(b api.StoredBackup, w *work, err error) {
 	st := b.Common()
 	done, total := w.progress.Bytes()
 	last := targets.CountAttempt(st, err, done > w.reached, w.begun)
-	st.BytesDone, st.BytesTotal = max(done, w.reached), max(total, done, w.reached)
+	st.ByteProgress = api.ByteProgress{BytesDone: max(done, w.reached), BytesTotal: max(total, done, w.reached)}
 	if last {
 		r.setError(st, err)
 		return

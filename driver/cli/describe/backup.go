@@ -65,13 +65,10 @@ func damageText(b api.StoredBackup) string {
 func progressText(b api.StoredBackup) string {
 	s := b.Common()
 	done := fmt.Sprintf("%d %%", s.Progress)
-	if s.BytesTotal > 0 && !b.Ended() {
-		done += fmt.Sprintf(", %s of %s", api.SizeText(s.BytesDone), api.SizeText(s.BytesTotal))
+	if b.Ended() {
+		return done
 	}
-	if s.EstimatedEnd != nil {
-		done += ", ends at about " + s.EstimatedEnd.UTC().Format(time.RFC3339)
-	}
-	return done
+	return done + s.Text()
 }
 
 // attemptsText tells of attempts that failed, of a backup that has not ended.

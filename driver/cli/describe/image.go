@@ -26,8 +26,11 @@ func Image(w io.Writer, img *api.BackingImage, copies *Copies) {
 			from += " " + v
 		}
 	}
-	text.Fields(w, "Name", img.Name, "State", ImageState(&s), "Message", s.Message, "Progress", fmt.Sprintf("%d %%",
-		s.Progress),
+	progress := fmt.Sprintf("%d %%", s.Progress)
+	if s.State != api.ImageReady {
+		progress += s.Text()
+	}
+	text.Fields(w, "Name", img.Name, "State", ImageState(&s), "Message", s.Message, "Progress", progress,
 		"Source", from, "Backup", s.BackupURL, "Format", s.Format, "Virtual size", text.SomeBytes(s.VirtualSize),
 		"Size on disk", text.SomeBytes(s.Size),
 		"SHA-512", s.Checksum, "Expected", img.Spec.Checksum, "Content", s.Digest, "UUID", string(s.UUID),

@@ -97,7 +97,7 @@ func sourceText(v *api.Volume) string {
 			source = fmt.Sprintf("imported file (%s", r.State)
 		}
 		if r.State != api.CloneCompleted {
-			source += fmt.Sprintf(", %d %%", r.Progress)
+			source += fmt.Sprintf(", %d %%", r.Progress) + r.Text()
 		}
 		return source + ")" + text.Colon(r.Message)
 	}

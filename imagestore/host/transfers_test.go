@@ -1,0 +1,26 @@
+package host
+
+import (
+	"testing"
+	"time"
+
+	"drover.io/drover/api"
+)
+
+// TestEndOfAContinuedRestore: bytes that an earlier process restored do not count for the rate, and the rate begins again
+// when a transfer begins again.
+func TestEndOfAContinuedRestore(t *testing.T) {
+	var r transfer
+	now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	for i, c := range []struct {
+		done int64
+		want time.Duration // -1: not known
+	}{{500, -1}, {600, 40 * time.Second}, {10, -1}, {110, 89 * time.Second}} {
+		bytes := api.ByteProgress{BytesDone: c.done, BytesTotal: 1000}
+		r.estimateEnd(&bytes, now)
+		if end := bytes.EstimatedEnd; (end == nil) != (c.want < 0) || end != nil && !end.Time.Equal(now.Add(c.want)) {
+			t.Errorf("report %d: the end is at %v, at %v", i, end, now)
+		}
+		now = now.Add(10 * time.Second)
+	}
+}
