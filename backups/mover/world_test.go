@@ -235,6 +235,7 @@ const password = "correct horse"
 
 // world is a repository, usually in a folder.
 type world struct {
+	newRestic string // path of the program, once it is installed
 	testing.TB
 	folder   string
 	location string // of the repository, for restic
@@ -366,12 +367,19 @@ func (w *world) oracles() []string {
 	if !suite.All() {
 		return []string{"restic"}
 	}
-	return []string{"restic", targettest.Install(w, newRestic)}
+	if w.newRestic == "" {
+		w.newRestic = targettest.Install(w, newRestic)
+	}
+	return []string{"restic", w.newRestic}
 }
 
+// check demands that restic finds no error, a new restic, too, where the run wants all.
 func (w *world) check() {
 	w.Helper()
-	if output := w.restic("check", "--read-data", "--no-lock"); !strings.Contains(output, "no errors were found") {
-		w.Errorf("restic check: %.2000s", output)
+	for _, restic := range w.oracles() {
+		output := w.runRestic(restic, "check", "--read-data", "--no-lock")
+		if !strings.Contains(output, "no errors were found") {
+			w.Errorf("%s check: %.2000s", restic, output)
+		}
 	}
 }

@@ -304,10 +304,10 @@ func TestStoreIsAwayDuringRestore(t *testing.T) {
 }
 
 // TestReaderOutlivesTheStore: a volume of a mounted backup fetches what is read. Its store is away for DROVER_AWAY
-// seconds: a read waits, without an error, while a block that the node has is read. With the store back the read ends.
+// seconds, ten minutes where the run wants all: a read waits, without an error, while a block that the node has is read. With the store back the read ends.
 func TestReaderOutlivesTheStore(t *testing.T) {
 	const size = int64(32) << 20
-	away := time.Duration(suite.Count(t, "DROVER_AWAY", 5, 5)) * time.Second
+	away := time.Duration(suite.Count(t, "DROVER_AWAY", 5, 600)) * time.Second
 	b := startBackedUp(t, 2, size)
 	m := b.Nodes[1]
 	b.restoreLabelled(map[string]string{api.LabelBackupMount: "friday"}, m)
