@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// TestEndIsEstimatedFromTheMeanRate: only bytes since the begin count for the rate, and the end of a transfer that hardly
-// moves is not known.
+// TestEndIsEstimatedFromTheMeanRate: only bytes since the begin count for the rate, and the end of a transfer that
+// hardly moves is not known.
 func TestEndIsEstimatedFromTheMeanRate(t *testing.T) {
 	began := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 	for _, c := range []struct {
@@ -24,7 +24,8 @@ func TestEndIsEstimatedFromTheMeanRate(t *testing.T) {
 		}
 	}
 	p := ByteProgress{BytesDone: 1 << 20, BytesTotal: 4 << 20, EstimatedEnd: EstimateEnd(began, began, 0, 1, 1)}
-	if text := p.Text(); p.Percent() != 25 || !strings.Contains(text, "1 MiB of 4 MiB, ends at about 2026-01-02T03:04:05Z") {
+	const want = "1 MiB of 4 MiB, ends at about 2026-01-02T03:04:05Z"
+	if text := p.Text(); p.Percent() != 25 || !strings.Contains(text, want) {
 		t.Errorf("%d %%%s", p.Percent(), text)
 	}
 }

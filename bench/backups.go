@@ -216,6 +216,11 @@ func (b *bench) firstBackups(ctx context.Context, size int64, rounds int, folder
 	}
 	b.addFigure(name, "drover", median(ours), "s", references, median(copied)+median(hashed),
 		"from the request on, durable")
+	b.addFigure("backup-first-2-gib", "drover", median(ours)*float64(2<<30)/float64(size), "s", "", 0,
+		"at the rate of "+what)
+	if len(restic) > 0 {
+		b.addFigure("backup-first-to-restic", "drover", median(ours), "s", "restic", median(restic), "")
+	}
 	b.addFigure("backup-first-rate", "drover", float64(size)/1e6/median(ours), "MB/s", "cp, sync",
 		float64(size)/1e6/median(copied), "")
 	b.addFigure("backup-first-cpu", "drover", median(cpu), "s", "", 0, "processor time of the node's process")

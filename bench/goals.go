@@ -57,6 +57,8 @@ var goals = []goal{
 	{name: "rebuild-full-fragmented", subject: "drover", least: 1},
 	{name: "rebuild-100-empty-snapshots", subject: "added", of: value, most: 1},
 	{name: "backup-first", subject: "drover", to: "cp, sync, SHA-256", most: 1.3},
+	{name: "backup-first-2-gib", subject: "drover", of: value, most: 3.5},
+	{name: "backup-first-to-restic", subject: "drover", to: "restic", most: 1},
 	{name: "backup-first-read", subject: "* restore: first byte", of: value, most: 3},
 	{name: "backup-restore", subject: "drover", to: "cp, sync", least: 0.8},
 	{name: "backup-shared-bytes", subject: "second *", most: 0.02},

@@ -34,9 +34,9 @@ func (s *listedPacks) List(ctx context.Context, prefix string, each func(target.
 	return s.Store.List(ctx, prefix, each)
 }
 
-// BenchmarkMark: a sweep marks what the snapshots of a repository need: 100 volumes, of DROVER_MARK GiB together (10 TiB
-// by default), in chunks of 2 MiB, with lists of 64 chunks in a folder with a latency of 1 ms. Metrics are the time and
-// private memory until the sweep knows the use of each pack, by a node that has no list cached.
+// BenchmarkMark: a sweep marks what the snapshots of a repository need: 100 volumes, of DROVER_MARK GiB together (10
+// TiB by default), in chunks of 2 MiB, with lists of 64 chunks in a folder with a latency of 1 ms. Metrics are the
+// time and private memory until the sweep knows the use of each pack, by a node that has no list cached.
 func BenchmarkMark(b *testing.B) {
 	if !suite.All() {
 		b.Skip("only where DROVER_TEST=all")

@@ -17,7 +17,8 @@ func TestStatusPatchRemovesWhatTheServerHas(t *testing.T) {
 	now := metav1.NewTime(time.Unix(1700000000, 0).UTC())
 	full := api.ImageCopyStatus{
 		State: api.ImageUnknown, Progress: 10,
-		ByteProgress: api.ByteProgress{BytesDone: 1, BytesTotal: 2, EstimatedEnd: &now}, Message: "disk d is not there", Attempts: 3,
+		ByteProgress: api.ByteProgress{BytesDone: 1, BytesTotal: 2, EstimatedEnd: &now},
+		Message:      "disk d is not there", Attempts: 3,
 		NextTry: now, TriedFrom: "node", UploadURL: "https://host/upload", UploadCA: "ca", Layers: []api.UID{"a", "b"},
 		Format: "raw", Size: 4, VirtualSize: 5, Checksum: "c", Digest: "d", LastTransition: now, Verified: "token",
 		LastVerified: now, Notice: "notice",

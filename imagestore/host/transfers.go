@@ -84,8 +84,8 @@ type transfer struct {
 	rateFrom ratePoint
 }
 
-// ratePoint is when the first bytes were seen, from which the rate of a transfer counts: a restore continues with bytes of
-// an earlier process.
+// ratePoint is when the first bytes were seen, from which the rate of a transfer counts: a restore continues with
+// bytes of an earlier process.
 type ratePoint struct {
 	at   time.Time // zero: none yet
 	done int64

@@ -7,8 +7,8 @@ import (
 	"drover.io/drover/api"
 )
 
-// TestEndOfAContinuedRestore: bytes that an earlier process restored do not count for the rate, and the rate begins again
-// when a transfer begins again.
+// TestEndOfAContinuedRestore: bytes that an earlier process restored do not count for the rate, and the rate begins
+// again when a transfer begins again.
 func TestEndOfAContinuedRestore(t *testing.T) {
 	var r transfer
 	now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)

@@ -47,8 +47,8 @@ func TestTooFewCopiesAreCounted(t *testing.T) {
 	}
 }
 
-// TestImageHasTheBytesOfItsBestCopy: an image has the bytes and the end of its most advanced copy, and changes them with
-// the percentage alone, so that a large image is not written twice a second.
+// TestImageHasTheBytesOfItsBestCopy: an image has the bytes and the end of its most advanced copy, and changes them
+// with the percentage alone, so that a large image is not written twice a second.
 func TestImageHasTheBytesOfItsBestCopy(t *testing.T) {
 	end := metav1.Now()
 	best, late := on("n1", "a", api.ImageInProgress, "", 1), on("n1", "b", api.ImageInProgress, "", 1)

@@ -23,7 +23,7 @@ type objects struct {
 	snapshots []api.Snapshot
 }
 
-// Get finds node n, with disk d, and a disk that is not ready.
+// Get finds node n, with disk d and a broken disk.
 func (o objects) Get(_ context.Context, _ client.ObjectKey, object client.Object, _ ...client.GetOption) error {
 	if n, is := object.(*api.Node); is {
 		n.Status.Disks = []api.DiskStatus{{UID: "broken"}, {UID: "d", Ready: true}}
@@ -48,8 +48,8 @@ type heldDisk struct {
 	holder string
 	source *source // the open one
 	lacks  map[string]error
-	layers []string // those of other volumes
-	size   int64    // of these
+	layers []string // of other volumes
+	size   int64    // of the layers
 }
 
 func (d *heldDisk) LayerNames() ([]string, error) { return d.layers, nil }
@@ -170,9 +170,9 @@ func TestCollectorKeepsTheHoldsOfAHeal(t *testing.T) {
 	}
 }
 
-// TestLayersComeAfterSnapshots: after the snapshots of the volume, a heal opens all layers of the disks that are
-// ready, one after the other. A layer that is not finished is left out, and a layer that cannot be opened is an error.
-// A layer that is larger than the backup ends before the backup's last chunk, which is short.
+// TestLayersComeAfterSnapshots: after the snapshots of the volume, a heal opens all layers of ready disks, one after the
+// other. An unfinished layer is left out, and the failure to open a layer is an error. A layer larger than the backup
+// ends before the backup's short last chunk.
 func TestLayersComeAfterSnapshots(t *testing.T) {
 	d, disk := newDisks(t, 1)
 	disk.layers, disk.size = []string{"a", "b", "c", "d"}, 2*block.ChunkSize

@@ -59,8 +59,9 @@ func TestRepositoryIsMadeAndFoundAgain(t *testing.T) {
 		t.Fatalf("%d Backups", len(all))
 	}
 	want := api.BackupStatus{CommonBackupStatus: api.CommonBackupStatus{State: api.BackupCompleted, Progress: 100,
-		ByteProgress: api.ByteProgress{BytesDone: 10 << 20, BytesTotal: 10 << 20}, URL: "file://" + dir + "?backup=daily-7&volume=vol",
-		SnapshotID: ids[7].String(), BackupCreatedAt: "2023-11-14T22:13:20Z", NewlyUploadDataSize: 3 << 20,
+		ByteProgress: api.ByteProgress{BytesDone: 10 << 20, BytesTotal: 10 << 20},
+		URL:          "file://" + dir + "?backup=daily-7&volume=vol",
+		SnapshotID:   ids[7].String(), BackupCreatedAt: "2023-11-14T22:13:20Z", NewlyUploadDataSize: 3 << 20,
 		Labels: map[string]string{"a=b%": "c=d,e"}, SizeText: "10 MiB", UploadedText: "3 MiB",
 		LastSyncedAt: b.Status.LastSyncedAt}, SnapshotName: "snap", SnapshotCreatedAt: "2026-01-02T03:04:05Z",
 		BackupMode: api.BackupFull, VolumeName: "vol", VolumeUID: uid(2), VolumeSize: 10 << 20,
