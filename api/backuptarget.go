@@ -208,8 +208,8 @@ type BackupTargetStatus struct {
 	SyncedRequest *metav1.Time `json:"syncedRequest,omitempty"`
 	// Initializing is set while a node makes the repository.
 	Initializing *TargetClaim `json:"initializing,omitempty"`
-	// SweepRequested is when a backup was deleted, or failed, whose space may not be free yet: no sweep ended since, or the
-	// last one left data of a session that had not ended, or was killed.
+	// SweepRequested is when a backup was deleted, or failed, whose space may not be free yet: no sweep ended since, or
+	// the last one left data of a session that had not ended, or was killed.
 	SweepRequested *metav1.Time       `json:"sweepRequested,omitempty"`
 	LastSweep      *SweepFact         `json:"lastSweep,omitempty"`
 	Verification   *VerificationFact  `json:"verification,omitempty"`

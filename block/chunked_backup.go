@@ -18,8 +18,8 @@ type IntactBackup interface {
 type ChunkedBackup interface {
 	IntactBackup
 	// Digests calls each, in ascending order, with the SHA-256 of the bytes of every chunk that is not zeros (ChunkSize
-	// bytes; the last chunk may be short). A part of the list that the store lost or damaged is an error of kind corrupt; a
-	// list that is not known before the bytes, one of kind unsupported.
+	// bytes; the last chunk may be short). A part of the list that the store lost or damaged is an error of kind corrupt;
+	// a list that is not known before the bytes, one of kind unsupported.
 	Digests(ctx context.Context, each func(chunk int64, sum [32]byte)) error
 	// ReadChunk fills buf with a chunk, and compares the bytes with the digest. buf has the length of the chunk. Errors of
 	// kind corrupt or not found: the store damaged or lost the chunk.

@@ -30,8 +30,8 @@ type Options struct {
 	Version string
 	// Guests counts the requests of the node's volumes; nil: backups and heals never wait for guests.
 	Guests func(context.Context) (pace.GuestIO, error)
-	// Memory bounds the buffers of all backups, restores, copies, sweeps, heals and verifications of the node, in bytes, at
-	// least 192 MiB; 256 MiB.
+	// Memory bounds the buffers of all backups, restores, copies, sweeps, heals and verifications of the node, in bytes,
+	// at least 192 MiB; 256 MiB.
 	Memory int64
 	// RetryMin and RetryMax bound the pause after a failure, which doubles with each failure: 5 s to 5 min.
 	RetryMin, RetryMax time.Duration

@@ -22,8 +22,8 @@ type Memory struct {
 // NewMemory returns a Memory of n bytes.
 func NewMemory(n int64) *Memory { return &Memory{free: n} }
 
-// take takes n bytes, if there are so many.
-func (m *Memory) take(n int64) bool {
+// takeBytes takes n bytes, if there are so many.
+func (m *Memory) takeBytes(n int64) bool {
 	if m == nil {
 		return true
 	}
@@ -36,7 +36,7 @@ func (m *Memory) take(n int64) bool {
 	return true
 }
 
-func (m *Memory) give(n int64) {
+func (m *Memory) giveBytes(n int64) {
 	if m != nil {
 		m.mu.Lock()
 		defer m.mu.Unlock()
@@ -67,8 +67,8 @@ type cachedBlock struct {
 
 // read reads bytes of a block, which the first caller reads for all.
 func (c *blockCache) read(o *Opened, place, at int64, piece []byte) error {
-	b, first := c.use(place, o.blocks.blockSize)
-	defer c.leave(b)
+	b, first := c.useBlock(place, o.blocks.blockSize)
+	defer c.leaveBlock(b)
 	if first {
 		if b.bytes == nil {
 			b.bytes = make([]byte, o.blocks.blockSize)
@@ -90,12 +90,12 @@ func (c *blockCache) read(o *Opened, place, at int64, piece []byte) error {
 	return b.err
 }
 
-// use returns the block of a place for one more user; first says that the caller reads the block.
-func (c *blockCache) use(place, size int64) (b *cachedBlock, first bool) {
+// useBlock returns the block of a place for one more user; first says that the caller reads the block.
+func (c *blockCache) useBlock(place, size int64) (b *cachedBlock, first bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for {
-		if i := c.find(func(b *cachedBlock) bool { return b.place == place && !b.failed }); i >= 0 {
+		if i := c.findBlock(func(b *cachedBlock) bool { return b.place == place && !b.failed }); i >= 0 {
 			b := c.recent[i]
 			b.users++
 			c.recent = append(slices.Delete(c.recent, i, i+1), b)
@@ -103,7 +103,7 @@ func (c *blockCache) use(place, size int64) (b *cachedBlock, first bool) {
 		}
 		b = &cachedBlock{place: place, users: 1, ready: make(chan struct{})}
 		if !c.mayGrow(size) {
-			i := c.find(func(b *cachedBlock) bool { return b.users == 0 })
+			i := c.findBlock(func(b *cachedBlock) bool { return b.users == 0 })
 			if i < 0 {
 				c.freed.Wait()
 				continue
@@ -123,7 +123,7 @@ func (c *blockCache) mayGrow(size int64) bool {
 		return false
 	case len(c.recent) == 0:
 		return true
-	case !c.memory.take(size):
+	case !c.memory.takeBytes(size):
 		return false
 	}
 	c.taken += size
@@ -134,14 +134,14 @@ func (c *blockCache) mayGrow(size int64) bool {
 func (c *blockCache) close() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.memory.give(c.taken)
+	c.memory.giveBytes(c.taken)
 	c.recent, c.taken = nil, 0
 }
 
-func (c *blockCache) find(is func(*cachedBlock) bool) int { return slices.IndexFunc(c.recent, is) }
+func (c *blockCache) findBlock(is func(*cachedBlock) bool) int { return slices.IndexFunc(c.recent, is) }
 
-// leave ends the use of a block.
-func (c *blockCache) leave(b *cachedBlock) {
+// leaveBlock ends the use of a block.
+func (c *blockCache) leaveBlock(b *cachedBlock) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if b.users--; b.users == 0 {

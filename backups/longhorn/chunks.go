@@ -135,8 +135,8 @@ func (o *Opened) explainUnknown() error {
 	if err != nil {
 		return err
 	}
-	return api.Errorf(api.Unsupported, "%s: the node knows the digests of %d %% of the chunks; run `drover backup verify`, "+
-		"and restores of the backup begin at once", o.object, known*100/max(total, 1))
+	return api.Errorf(api.Unsupported, "%s: the node knows the digests of %d %% of the chunks; run `drover backup verify`"+
+		", and restores of the backup begin at once", o.object, known*100/max(total, 1))
 }
 
 // ReadChunk implements block.ChunkedBackup. Without a known digest, the checksum alone is compared.

@@ -21,7 +21,8 @@
 // Goroutines: Restore, Verify, OpenBackup and the lists wait for all that they start. Methods are safe for concurrent
 // use, except Close.
 //
-// Lock order: blockCache.mu comes before Memory.mu; Images.mu and the locks of package digests are leaves. No request to the store runs with a lock held.
+// Lock order: blockCache.mu comes before Memory.mu; Images.mu and the locks of package digests are leaves. No request
+// to the store runs with a lock held.
 package longhorn
 
 import (

@@ -156,8 +156,8 @@ func (o *Opened) eachPart(each func(off, n int64) error) error {
 	return nil
 }
 
-// read reads the block at a place, unless the checksum is that of zeros: then into does not change. It notes the digests
-// of the block's chunks, with a mark. A digest that was known and is not that of the bytes is an error of kind
+// read reads the block at a place, unless the checksum is that of zeros: then into does not change. It notes the
+// digests of the block's chunks, with a mark. A digest that was known and is not that of the bytes is an error of kind
 // Unavailable, unless the caller has a mark, and is corrected.
 func (o *Opened) read(ctx context.Context, place int64, into []byte, mark uint64) (zeros bool, err error) {
 	sum, err := o.blocks.sum(place)

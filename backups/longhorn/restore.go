@@ -81,8 +81,8 @@ func (o *Opened) withEnd(ctx context.Context) (_ context.Context, cancel func())
 	}
 }
 
-// readParts calls read for the ranges of eachPart that skip does not report, several at once, each with a buffer for the
-// bytes. memory bounds the buffers.
+// readParts calls read for the ranges of eachPart that skip does not report, several at once, each with a buffer for
+// the bytes. memory bounds the buffers.
 func (o *Opened) readParts(ctx context.Context, memory int64, skip func(off, n int64) bool,
 	read func(ctx context.Context, off int64, buffer []byte) error) error {
 	blockSize := o.blocks.blockSize
@@ -163,7 +163,8 @@ func (r *restore) leaveOut(off, n int64, err error) error {
 	return nil
 }
 
-// write writes the chunks of a range that are not zeros, so that the layer of the restore is the one that Digests tells.
+// write writes the chunks of a range that are not zeros, so that the layer of the restore is the one that Digests
+// tells.
 func (r *restore) write(b []byte, off int64) (err error) {
 	to, takes := r.sink.(block.DigestSink)
 	for chunk := range slices.Chunk(b, block.ChunkSize) {

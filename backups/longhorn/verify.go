@@ -17,7 +17,8 @@ const verifyMemory = 32 << 20
 
 // VerifyOptions say which blocks Verify reads.
 type VerifyOptions struct {
-	// Mark is left at the chunks that were read. Chunks with the mark are not read; with mark 0, those with a known digest.
+	// Mark is left at the chunks that were read. Chunks with the mark are not read; with mark 0, those with a known
+	// digest.
 	Mark uint64
 	Rate *rate.Limiter // of bytes; nil: no limit. The burst is at least a block
 	Most int64         // bytes, after which Verify ends early; 0: no bound

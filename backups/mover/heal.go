@@ -184,8 +184,8 @@ func (h *healing) noteUnread(err error) {
 	}
 }
 
-// takeFrom stores the chunks that a source has, and returns the other chunks. A bad sector costs the chunk there alone. A
-// failure of the source says nothing of the returned chunks.
+// takeFrom stores the chunks that a source has, and returns the other chunks. A bad sector costs the chunk there alone.
+// A failure of the source says nothing of the returned chunks.
 func (h *healing) takeFrom(ctx context.Context, src block.DigestSource, lost []lostChunk) (left []lostChunk, failure,
 	err error) {
 	for i := range lost {

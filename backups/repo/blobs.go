@@ -335,9 +335,9 @@ func (b *Blobs) currentTable() *index.Table {
 	return b.table
 }
 
-// followSweep loads the index again if index files of the known table vanished: a sweep copied the needed blobs of a pack
-// before the deletion of the pack. followSweep returns false if no index file vanished. IsCurrent stays false, because
-// earlier answers of Has stand on the former index.
+// followSweep loads the index again if index files of the known table vanished: a sweep copied the needed blobs of a
+// pack before the deletion of the pack. followSweep returns false if no index file vanished. IsCurrent stays false,
+// because earlier answers of Has stand on the former index.
 func (b *Blobs) followSweep(ctx context.Context, known *index.Table) (followed bool, err error) {
 	b.building.Lock()
 	defer b.building.Unlock()

@@ -98,7 +98,7 @@ func (b *Blobs) findMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
 
 type urgentKey struct{}
 
-// UrgentContext makes reads with the context not wait for the memory of other reads: somebody waits for them now.
+// UrgentContext makes reads with the context not wait for the memory of other reads, because a user waits now.
 func UrgentContext(ctx context.Context) context.Context {
 	return context.WithValue(ctx, urgentKey{}, true)
 }

@@ -31,10 +31,10 @@ func packName(id blob.ID) string {
 	return dataFolder + name[:2] + "/" + name
 }
 
-// Read reads a blob with one request, or a tree from the cache, and compares the bytes with the id; if they are damaged,
-// Read tries the other packs that have the blob. If a pack is missing, Read looks for a sweep that moved the blob. The
-// result may use the memory of into. A blob that the index does not have is an error of kind NotFound, a blob that is
-// damaged in every pack a *DamagedError.
+// Read reads a blob with one request, or a tree from the cache, and compares the bytes with the id; if they are
+// damaged, Read tries the other packs that have the blob. If a pack is missing, Read looks for a sweep that moved the
+// blob. The result may use the memory of into. A blob outside of the index is an error of kind NotFound, a blob
+// that is damaged in every pack a *DamagedError.
 func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byte) ([]byte, error) {
 	for {
 		known := b.currentTable()

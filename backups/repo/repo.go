@@ -30,8 +30,8 @@ type Options struct {
 	Hostname string // who locks and adds passwords; empty: the name of the machine
 	Username string // empty: drover
 	Owner    string // whom the sessions work for; see RestoredByOthers
-	// Reads bounds the memory of the requests for parts of packs that ReadMany, Sweep and Verify make; nil: no bound but
-	// that of each call.
+	// Reads bounds the memory of the requests of ReadMany, Sweep and Verify for parts of packs; nil: no bound but the
+	// bound of each call.
 	Reads *budget.Part
 	// Urgent is Reads for calls whose context UrgentContext made.
 	Urgent *budget.Part

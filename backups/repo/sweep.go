@@ -24,8 +24,8 @@ import (
 //     writes index files in which the packs without needed blobs are hidden: no new session relies on them.
 //  2. Delete. When every session of that moment has ended, the sweep marks again. A hidden pack that a snapshot needs
 //     after all goes back into the index; the other ones are deleted. The sweep does not wait for the restore of a
-//     snapshot that step 1 marked and nobody deleted: every blob of the snapshot is in a pack that stays, and the session
-//     loads the index again when a pack is missing (Blobs.followSweep).
+//     snapshot that step 1 marked and nobody deleted: every blob of the snapshot is in a pack that stays, and the
+//     session loads the index again when a pack is missing (Blobs.followSweep).
 //
 // Two belts hold the promise that no session loses a blob. A session of Drover notices that an index file vanished,
 // before and after it writes its snapshot, and stores hidden blobs again (Blobs.IsCurrent); the sweep looks for
@@ -49,8 +49,8 @@ type SweepOptions struct {
 	Known []blob.ID
 	Empty bool // the caller knows that all snapshots were deleted
 
-	// Waits, unless nil, is called after each look at the sessions that delay the sweep, with an error as of IsLocked, which
-	// names the oldest session.
+	// Waits, unless nil, is called after each look at the sessions that delay the sweep, with an error as of IsLocked,
+	// which names the oldest session.
 	Waits func(why error)
 
 	Threshold int           // percent; 0: DefaultThreshold
@@ -62,7 +62,7 @@ type SweepOptions struct {
 type SweepStats struct {
 	Snapshots     int
 	HiddenPacks   int   // in step 1
-	SessionPacks  int   // that no snapshot needs, of sessions that ran in step 1: the next sweep deletes those of dead ones
+	SessionPacks  int   // that no snapshot needs, of sessions that ran in step 1: a later sweep deletes them
 	CopiedBlobs   int64 // from packs that were mostly garbage
 	ReturnedPacks int   // hidden packs that a snapshot needs
 	DeletedPacks  int   // also of sessions that did not end well

@@ -35,7 +35,7 @@ type WriterOptions struct {
 	Memory   int64        // bytes of all packs that are filled or sent, at least three packs; 0: DefaultMemory
 	Pacer    *pace.Pacer  // of the node, for packs; nil: never waits
 	Budget   *budget.Part // has the packs until Close; nil: no bound
-	Beside   int64        // bytes of other buffers of the session, which the Writer reserves, too
+	Beside   int64        // bytes of other buffers of the session, to reserve, too
 	Lock     *Lock        // of the session: a sweep leaves the packs of a session that runs alone; nil in tests
 }
 

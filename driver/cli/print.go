@@ -41,7 +41,8 @@ func (a *app) printObject(w io.Writer, obj client.Object, human func(io.Writer))
 	return a.encodeValue(w, obj)
 }
 
-// printList is printObject for a list. printList calls row for each object in order. The columns after "|" are for -o wide.
+// printList is printObject for a list. printList calls row for each object in order. The columns after "|" are for -o
+// wide.
 func (a *app) printList(w io.Writer, list client.ObjectList, header string, row func(runtime.Object) []string) error {
 	items, err := meta.ExtractList(list)
 	if err != nil {

@@ -10,9 +10,9 @@ import (
 )
 
 // untracked is the admission that creates objects without managed fields, unless the object is created by a server-side
-// apply. The server keeps no managed fields of an object without them until the first server-side apply, which takes all
-// fields of the object for those of one manager, before-first-apply. Managed fields would be half of an object, and a
-// good part of the work for each write, and no client of Drover reads them.
+// apply. The server keeps no managed fields of an object without them until the first server-side apply, which takes
+// all fields of the object for those of one manager, before-first-apply. Managed fields would be half of an object, and
+// a good part of the work for each write, and no client of Drover reads them.
 type untracked struct{}
 
 var _ admission.MutationInterface = untracked{}

@@ -9,7 +9,8 @@ import (
 )
 
 // Longhorn's URL of a backup of an image names the image alone. The planner chooses the backup before a copy begins,
-// and notes the backup in the status: each restore of the image reads the same backup, although others of the name come.
+// and notes the backup in the status: each restore of the image reads the same backup, although others of the name
+// come.
 
 // isBackupOpen reports whether the backup of a restored image is not chosen yet.
 func isBackupOpen(img *api.BackingImage) bool {

@@ -180,7 +180,8 @@ func (view *standbyView) judgeNext(v *api.Volume) {
 	case view.roomFor(v, next.Size) != nil:
 		view.fault = obstacle{api.ReasonNoRoom, view.roomFor(v, next.Size).Error()}
 	case damaged && !v.Spec.Standby && !v.Spec.AllowDamaged && img.Status.State != api.ImageReady:
-		view.fault = obstacle{api.ReasonRestoreFailed, "a verification found bytes of the backup lost or changed in the store"}
+		view.fault = obstacle{api.ReasonRestoreFailed,
+			"a verification found bytes of the backup lost or changed in the store"}
 	}
 	switch progress := max(img.Status.Progress, st.Progress); { // a failed image may have lost its progress
 	case view.fault.exists() && !view.away.exists() && st.FailingSince == nil:

@@ -121,8 +121,8 @@ func (a *attempt) writer(beside int64) repo.WriterOptions {
 	return targets.WriterOf(memory, memory.Size(), beside, repo.DefaultPackSize)
 }
 
-// finishFacts makes the facts of the origin those of the copy, whose name other clusters give their objects, and confirms
-// that this node still makes the copy.
+// finishFacts makes the facts of the origin those of the copy, whose name other clusters give their objects, and
+// confirms that this node still makes the copy.
 func (a *attempt) finishFacts(ctx context.Context, f *tags.Facts, result mover.Result) ([]string, error) {
 	if !a.kind.isOf(a.b, f) {
 		return nil, api.Errorf(api.Corrupt, "backup %s: the store names volume %.64q and image %.64q", a.origin.GetName(),

@@ -1,6 +1,6 @@
 // Package copies makes the Backups and BackupBackingImages with spec.copyOf: it copies backups from one target into
-// another, without reading a volume or an image. The owner of the copy's target (package targets) makes the copy, and is
-// the only writer of its status. With the copy of a volume's backup, the owner creates a copy of the backup of the
+// another, without reading a volume or an image. The owner of the copy's target (package targets) makes the copy, and
+// is the only writer of its status. With the copy of a volume's backup, the owner creates a copy of the backup of the
 // volume's image, unless the target has a backup of the image's content. The next copy of a volume's backup repeats a
 // failed backup of the image.
 //
@@ -151,7 +151,8 @@ func (r *reconciler) unfinished(ctx context.Context, which ...client.ListOption)
 	return requests
 }
 
-// copiesOf requests the unfinished copies of a backup. Each backup that ends brings the request, so an index finds them.
+// copiesOf requests the unfinished copies of a backup. Each backup that ends brings the request, so an index finds
+// them.
 func (r *reconciler) copiesOf(ctx context.Context, o client.Object) []reconcile.Request {
 	return r.unfinished(ctx, client.MatchingFields{watch.ByOrigin: o.GetName()})
 }

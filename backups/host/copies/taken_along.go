@@ -14,9 +14,9 @@ import (
 // image's chunks are uploaded once, whichever copy comes first. A target that has, or is getting, a backup of the same
 // content gets no second one, and the copy of the volume waits for none.
 //
-// A copy that has not begun repeats a failed backup of the content: takeImageAlong deletes the failed backup, and an error
-// of kind unavailable says that the copy waits until the object is gone. A deletion whose status tells why it waits may
-// wait for ever, so the copy does not wait for it.
+// A copy that has not begun repeats a failed backup of the content: takeImageAlong deletes the failed backup, and an
+// error of kind unavailable says that the copy waits until the object is gone. A deletion whose status tells why it
+// waits may wait for ever, so the copy does not wait for it.
 func (r *reconciler) takeImageAlong(ctx context.Context, b, origin api.StoredBackup) error {
 	volume, is := origin.(*api.Backup)
 	if !is || volume.Status.VolumeBackingImageDigest == "" {

@@ -1,9 +1,9 @@
 // Package restore opens backups for restores on this node.
 //
-// Invariants: an open backup holds a shared lock of its repository, so sweeps keep the blobs of the backup, in their packs
-// or in others where the reader finds them, also if a user deletes the backup meanwhile. The lock names the snapshot: other
-// clusters keep the snapshot. A backup in a store of Longhorn has no lock: package longhorn reads it. A Backup object names
-// the snapshot, or the backup of Longhorn.
+// Invariants: an open backup holds a shared lock of its repository, so sweeps keep the blobs of the backup, in their
+// packs or in others where the reader finds them, also if a user deletes the backup meanwhile. The lock names the
+// snapshot: other clusters keep the snapshot. A backup in a store of Longhorn has no lock: package longhorn reads it. A
+// Backup object names the snapshot, or the backup of Longhorn.
 //
 // Digests waits for its goroutines; the lock of the repository has one, which Close awaits.
 package restore
@@ -107,8 +107,8 @@ func (b *Backups) openLonghorn(ctx context.Context, object api.StoredBackup, id 
 	return o, nil
 }
 
-// mostUnknown is the part of a backup's chunks, as a divisor, that is read twice so that the backup can be used at once:
-// an incremental one, most of whose digests are known.
+// mostUnknown is the part of a backup's chunks, as a divisor, that is read twice so that the backup can be used at
+// once: an incremental one, most of whose digests are known.
 const mostUnknown = 4
 
 // learnRest reads the chunks whose digests are not known, if most are: only changed chunks are fetched then. Otherwise

@@ -14,9 +14,9 @@ const mostAttempts = 10
 const lockedPause = time.Minute
 
 // CountAttempt counts a failed attempt in the status of a backup or copy, and reports whether it was the last one. An
-// attempt that came further than the one before counts as the first. An attempt that met the lock of another session does
-// not count: restic holds a repository exclusively for hours. begun: the repository may have a snapshot of an earlier
-// attempt, and the status keeps that.
+// attempt that came further than the one before counts as the first. An attempt that met the lock of another session
+// does not count: restic holds a repository exclusively for hours. begun: the repository may have a snapshot of an
+// earlier attempt, and the status keeps that.
 func CountAttempt(st *api.CommonBackupStatus, err error, progressed, begun bool) (last bool) {
 	if progressed {
 		st.Attempts = 0

@@ -19,8 +19,8 @@ const settingClusterName = "cluster-name"
 const nodePart = 40
 
 // ClusterName is the host of the snapshots of the cluster's backups: the setting cluster-name. The first backup of a
-// cluster creates the setting, from the name of the node and six random characters, because other clusters with a node of
-// the name may use the store. live is without a cache.
+// cluster creates the setting, from the name of the node and six random characters, because other clusters with a node
+// of the name may use the store. live is without a cache.
 func ClusterName(ctx context.Context, c client.Writer, live client.Reader, node string) (string, error) {
 	s := &api.Setting{}
 	err := live.Get(ctx, client.ObjectKey{Name: settingClusterName}, s)

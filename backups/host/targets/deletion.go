@@ -27,8 +27,8 @@ func (d *deletionResult) has(b api.StoredBackup) bool {
 	return slices.Contains(d.objects, api.UID(b.GetUID()))
 }
 
-// isToDelete reports whether the store has, or may have, a trace of a backup that a user deleted, and no node works at the
-// backup: it has ended, or lost its node.
+// isToDelete reports whether the store has, or may have, a trace of a backup that a user deleted, and no node works at
+// the backup: it has ended, or lost its node.
 func isToDelete(b api.StoredBackup) bool {
 	node, _ := b.SourceDisk()
 	lost := node == "" && !api.IsCopy(b) && api.HasBegun(b)

@@ -11,9 +11,9 @@
 //   - A Backup is deleted from the store before its finalizer, and status.sweepRequested is set in between.
 //   - In a store of Longhorn (status.format), nothing is written: a visit lists the backups, and a Backup that a user
 //     deletes loses its finalizer, so that the next visit lists the backup again.
-//   - A Backup that the lists lack is deleted only if the store, asked for the very object, lacks it: lists may be short,
-//     and a sweep spares the snapshots that Backups name. The Backup loses its finalizer before its deletion: no node
-//     takes the deletion for the wish of a user, which would delete the snapshot in the store.
+//   - A Backup that the lists lack is deleted only if the store, asked for the very object, lacks it: lists may be
+//     short, and a sweep spares the snapshots that Backups name. The Backup loses its finalizer before its deletion: no
+//     node takes the deletion for the wish of a user, which would delete the snapshot in the store.
 //
 // Everything that a store returns is hostile: package tags bounds the tags, and package repo bounds the rest.
 //

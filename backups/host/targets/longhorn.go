@@ -78,8 +78,8 @@ func (l *longhornSnapshots) ListSnapshots(ctx context.Context) ([]repo.SnapshotF
 	return files, nil
 }
 
-// Has implements snapshotLister. The lists alone decide about a backup whose name in the store is unknown, because a user
-// chose the object's name or the name was cut: Drover deletes nothing in such a store.
+// Has implements snapshotLister. The lists alone decide about a backup whose name in the store is unknown, because a
+// user chose the object's name or the name was cut: Drover deletes nothing in such a store.
 func (l *longhornSnapshots) Has(ctx context.Context, b api.StoredBackup) (bool, error) {
 	id, _ := snapshotOf(b)
 	for _, name := range []string{b.GetName(), strings.TrimSuffix(b.GetName(), nameSuffix(id))} {

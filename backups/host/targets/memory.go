@@ -15,9 +15,10 @@ const (
 	sharedBlocks = 48 << 20
 )
 
-// Memory is the memory of all backups, restores, copies, sweeps, heals and verifications of a node. A request to a store
-// reserves Readers if readers of a restored volume wait for it, else Reads. A session reserves its buffers and packs when
-// it begins to write packs. The holder of a session's memory may wait for Reads, whose holders wait for nothing.
+// Memory is the memory of all backups, restores, copies, sweeps, heals and verifications of a node. A request to a
+// store reserves Readers if readers of a restored volume wait for it, else Reads. A session reserves its buffers and
+// packs when it begins to write packs. The holder of a session's memory may wait for Reads, whose holders wait for
+// nothing.
 type Memory struct {
 	Budget                       *budget.Budget
 	Readers, Reads               *budget.Part

@@ -110,12 +110,12 @@ func (v *visit) pullFound(ctx context.Context, found []foundBackup, known map[bl
 	return err
 }
 
-// objects are the UIDs of the Backups, except those that the cache knows as Backups of other targets, which may have the
-// same store. A snapshot of such a Backup which the Backup's status does not name is that of a failed attempt, may lack
-// blobs, and becomes no Backup: the deletion of the Backup deletes the snapshot.
+// objects are the UIDs of the Backups, except those that the cache knows as Backups of other targets, which may have
+// the same store. A snapshot of such a Backup which the Backup's status does not name is that of a failed attempt, may
+// lack blobs, and becomes no Backup: the deletion of the Backup deletes the snapshot.
 //
-// The cache may be late, so the UIDs come from the API server, without specs and statuses, which cost the server and the
-// node most of the work of such a list.
+// The cache may be late, so the UIDs come from the API server, without specs and statuses, which cost the server and
+// the node most of the work of such a list.
 func (v *visit) objects(ctx context.Context) (map[api.UID]bool, error) {
 	uids := map[api.UID]bool{}
 	for _, kind := range []client.ObjectList{&api.BackupList{}, &api.BackupBackingImageList{}} {

@@ -18,9 +18,9 @@ const (
 	keptTime = time.Minute
 )
 
-// keepRestoring returns the deleted backups that no volume, image or other cluster needs, and tells why the others wait.
-// After a restart of its node a restore opens the backup again, and volumes may stand on the image already: without the
-// backup their reads would wait for ever. next is when to look again; zero: no Backup waits.
+// keepRestoring returns the deleted backups that no volume, image or other cluster needs, and tells why the others
+// wait. After a restart of its node a restore opens the backup again, and volumes may stand on the image already:
+// without the backup their reads would wait for ever. next is when to look again; zero: no Backup waits.
 func (r *targetReconciler) keepRestoring(ctx context.Context, rec *targetRecord, deleted []api.StoredBackup,
 	now time.Time) (free []api.StoredBackup, next time.Time, err error) {
 	if len(deleted) == 0 {
@@ -58,8 +58,8 @@ func (r *targetReconciler) keepRestoring(ctx context.Context, rec *targetRecord,
 // restores names what is being restored from a backup: a volume or an image.
 type restores map[api.BackupRef]string
 
-// unfinishedRestores returns the images that are being restored, and the volumes that wait for it: the hidden image of a
-// volume is made when a disk has room for the volume. live is without a cache, which may not know an object that was
+// unfinishedRestores returns the images that are being restored, and the volumes that wait for it: the hidden image of
+// a volume is made when a disk has room for the volume. live is without a cache, which may not know an object that was
 // made a moment ago.
 func unfinishedRestores(ctx context.Context, live client.Reader) (restores, error) {
 	var volumes api.VolumeList // before the images: a volume that ceases to wait has its image

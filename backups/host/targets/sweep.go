@@ -96,8 +96,8 @@ func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
 	return do(opened)
 }
 
-// sweep deletes the packs that no backup needs. unlisted are snapshots of backups without a Backup: a list must have each
-// unlisted snapshot of the store.
+// sweep deletes the packs that no backup needs. unlisted are snapshots of backups without a Backup: a list must have
+// each unlisted snapshot of the store.
 func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted []blob.ID, wait *sweepWait,
 	o Options) sweepResult {
 	result := sweepResult{request: *t.Status.SweepRequested}

@@ -92,12 +92,13 @@ func (r *Repositories) verify(ctx context.Context, t *api.BackupTarget, wish ver
 // checkAndHeal looks for damage, and heals what this node's disks have.
 func (s *verifyResult) checkAndHeal(ctx context.Context, r *repo.Repository, o Options) (err error) {
 	s.checked = true
-	if s.damage, err = r.Check(ctx, o.Memory.maintenanceWriter()); err != nil || len(s.damage.Blobs) == 0 || o.Heal == nil {
+	writer := o.Memory.maintenanceWriter()
+	if s.damage, err = r.Check(ctx, writer); err != nil || len(s.damage.Blobs) == 0 || o.Heal == nil {
 		return err
 	}
-	s.healed, s.healErr = o.Heal(ctx, r, s.damage.Snapshots, o.Memory.maintenanceWriter())
+	s.healed, s.healErr = o.Heal(ctx, r, s.damage.Snapshots, writer)
 	if s.healed > 0 {
-		s.damage, err = r.Check(ctx, o.Memory.maintenanceWriter())
+		s.damage, err = r.Check(ctx, writer)
 	}
 	return err
 }

@@ -41,7 +41,8 @@ type storedItem struct {
 	image    string // empty: a backup
 }
 
-// listItems lists what a part of a verification reads. Backups of a volume follow each other, because they share blocks.
+// listItems lists what a part of a verification reads. Backups of a volume follow each other, because they share
+// blocks.
 func listItems(ctx context.Context, store *longhorn.Store, after, until blob.ID) (items []storedItem, err error) {
 	names, err := store.ListBackups(ctx)
 	if err != nil {

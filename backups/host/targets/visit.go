@@ -248,8 +248,8 @@ func (v *visit) compareBackups(ctx context.Context, r snapshotLister, result *vi
 	}
 	if len(files) == 0 && len(missing) > 0 {
 		clear(v.memory.missing)
-		return faultf(api.ReasonListIncomplete, "the store lists no snapshot, and %s of the target exist; mount or restore the "+
-			"folder or bucket, or delete these Backups if they are lost", api.CountText(len(missing), "Backup"))
+		return faultf(api.ReasonListIncomplete, "the store lists no snapshot, and %s of the target exist; mount or restore "+
+			"the folder or bucket, or delete these Backups if they are lost", api.CountText(len(missing), "Backup"))
 	}
 	result.listedAt = v.opts.Now()
 	if err := v.deleteLost(ctx, r, missing, result); err != nil {
@@ -330,9 +330,9 @@ func (v *visit) confirmLost(ctx context.Context, r snapshotLister, lost []api.St
 		"folder or bucket, or delete these Backups", api.CountText(count, "backup"), first)
 }
 
-// deleteObject deletes a Backup, and nothing in the store, after the finalizer: the deletion of a Backup with a finalizer
-// deletes the snapshot in the store, too, and the lists may be wrong. If another program changes the Backup meanwhile,
-// the Backup stays, and the next visit finds the Backup again.
+// deleteObject deletes a Backup, and nothing in the store, after the finalizer: the deletion of a Backup with a
+// finalizer deletes the snapshot in the store, too, and the lists may be wrong. If another program changes the Backup
+// meanwhile, the Backup stays, and the next visit finds the Backup again.
 func (v *visit) deleteObject(ctx context.Context, cached api.StoredBackup, why string) error {
 	b := copyOf(cached)
 	controllerutil.RemoveFinalizer(b, api.Finalizer)

@@ -4,9 +4,9 @@
 // A Table is a local file of pages, each with entries and a checksum over all of the page. The name of a chunk decides
 // its page. A full page makes the file twice as large; at the largest size the entry that was written longest ago goes.
 //
-// Invariants: the table is a cache. An entry is whole or unknown: a page that was cut, changed, or moved has no entries,
-// and is written again by the next Put. Nothing is synced. An administrator may delete the file at any time. No method
-// but Open returns an error: a table that does not work costs time alone.
+// Invariants: the table is a cache. An entry is whole or unknown: a page that was cut, changed, or moved has no
+// entries, and is written again by the next Put. Nothing is synced. An administrator may delete the file at any time.
+// No method but Open returns an error: a table that does not work costs time alone.
 //
 // The package has no goroutines. Table.mu is a leaf, and is held over reads and writes of the local file.
 package digests
@@ -259,8 +259,8 @@ func find(entries []entry, k Key) int {
 	return slices.IndexFunc(entries, func(e entry) bool { return e.key == k })
 }
 
-// Put notes the digest of a chunk whose bytes the caller has just compared with the name. A mark of 0 leaves the mark of
-// before. Put reports whether the table had another digest, which cannot be of the same bytes.
+// Put notes the digest of a chunk whose bytes the caller has just compared with the name. A mark of 0 leaves the mark
+// of before. Put reports whether the table had another digest, which cannot be of the same bytes.
 func (t *Table) Put(k Key, digest [Size]byte, mark uint64) (contradicts bool) {
 	if t == nil {
 		return false

@@ -264,8 +264,8 @@ func (s *fillSink) keep(err error) error {
 	return err
 }
 
-// WriteChunk implements block.DigestSink. A chunk with another digest than readers got is an error of kind corrupt, and is
-// not written.
+// WriteChunk implements block.DigestSink. A chunk with another digest than readers got is an error of kind corrupt, and
+// is not written.
 func (s *fillSink) WriteChunk(p []byte, off int64, digest [32]byte) error {
 	s.l.set.yield()
 	if plan, err := s.l.currentPlan(); err == nil && !plan.accepts(off, int64(len(p)), digest) {

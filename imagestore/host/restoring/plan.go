@@ -20,8 +20,8 @@ type plan struct {
 	data    []uint64
 }
 
-// newPlan plans the layer of an open backup; nil: the backup, its damage or the disk allows no plan, and why tells users
-// what they can do.
+// newPlan plans the layer of an open backup; nil: the backup, its damage or the disk allows no plan, and why tells
+// users what they can do.
 func newPlan(ctx context.Context, on block.Layers, open block.Backup) (_ *plan, why, err error) {
 	b, ok := open.(block.ChunkedBackup)
 	planner, plans := on.(block.LayerPlanner)
