@@ -14,7 +14,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
-	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
@@ -33,36 +32,22 @@ type backupVolumeReconciler struct {
 func setupBackupVolumes(mgr ctrl.Manager, log *slog.Logger) error {
 	r := &backupVolumeReconciler{mgr.GetClient(), log.With("loop", "backup-volumes")}
 	return ctrl.NewControllerManagedBy(mgr).Named("backup-volumes").
-		Watches(&api.Backup{}, sumLater()).
+		Watches(&api.Backup{}, handler.EnqueueRequestsFromMapFunc(
+			func(_ context.Context, o client.Object) []reconcile.Request {
+				b := o.(*api.Backup)
+				return requestBackupVolume(b.Spec.Volume, b.Target())
+			})).
 		Watches(&api.BackupVolume{}, handler.EnqueueRequestsFromMapFunc(
 			func(_ context.Context, o client.Object) []reconcile.Request {
 				v := o.(*api.BackupVolume)
-				return []reconcile.Request{requestBackupVolume(v.Spec.VolumeName, v.Spec.BackupTargetName)}
+				return requestBackupVolume(v.Spec.VolumeName, v.Spec.BackupTargetName)
 			})).
 		WithOptions(controller.Options{RateLimiter: backlog.RateLimiter(), NewQueue: backlog.New}).
 		Complete(r)
 }
 
-// sumAfter is how long the reconciler waits for further changes of a volume's Backups before it sums them up: a visit
-// that finds thousands of backups would otherwise bring a write of a BackupVolume for each.
-const sumAfter = 2 * time.Second
-
-// sumLater requests the BackupVolume of a changed Backup, once for all changes within sumAfter.
-func sumLater() handler.EventHandler {
-	add := func(q backlog.Queue, o client.Object) {
-		b := o.(*api.Backup)
-		q.AddAfter(requestBackupVolume(b.Spec.Volume, b.Target()), sumAfter)
-	}
-	return handler.Funcs{
-		CreateFunc:  func(_ context.Context, e event.CreateEvent, q backlog.Queue) { add(q, e.Object) },
-		UpdateFunc:  func(_ context.Context, e event.UpdateEvent, q backlog.Queue) { add(q, e.ObjectNew) },
-		DeleteFunc:  func(_ context.Context, e event.DeleteEvent, q backlog.Queue) { add(q, e.Object) },
-		GenericFunc: func(_ context.Context, e event.GenericEvent, q backlog.Queue) { add(q, e.Object) },
-	}
-}
-
-func requestBackupVolume(volume, target string) reconcile.Request {
-	return reconcile.Request{NamespacedName: types.NamespacedName{Namespace: target, Name: volume}}
+func requestBackupVolume(volume, target string) []reconcile.Request {
+	return []reconcile.Request{{NamespacedName: types.NamespacedName{Namespace: target, Name: volume}}}
 }
 
 // Reconcile brings a BackupVolume in line with the Backups.
