@@ -24,13 +24,18 @@ func showProgress(t *transfer, st *api.ImageCopyStatus) {
 	st.State, st.Progress, st.UploadURL = now.state, now.percent, now.url
 	st.ByteProgress = now.bytes
 	st.Message, st.Notice = now.problem, t.progress.Notice()
-	if r := now.readable; r.digest != "" {
-		st.Readable, st.Digest, st.VirtualSize = true, r.digest, r.size
-	}
+	showReadable(now.readable, st)
 	st.NextTry = metav1.Time{}
 	if now.waiting { // the transfer continues by itself; the next process tries at once
 		st.State, st.Attempts, st.TriedFrom = api.ImageFailed, 0, t.from
 		st.NextTry = metav1.NewTime(t.begun.Truncate(time.Second))
+	}
+}
+
+// showReadable is the status of a copy whose layer volumes can read before its end.
+func showReadable(r readableLayer, st *api.ImageCopyStatus) {
+	if r.digest != "" {
+		st.Readable, st.Digest, st.VirtualSize = true, r.digest, r.size
 	}
 }
 

@@ -66,6 +66,7 @@ func (n *copyReconciler) endTransfer(c *api.ImageCopy, img *api.BackingImage, t 
 	case t.err != nil && t.source == verificationKind:
 		return n.setDamaged(c, img.Spec.SourceType, st, t.err)
 	case t.err != nil:
+		showReadable(t.currentState().readable, st) // the restore may fail before its first report
 		return n.setFailed(c, st, t.err, isRetryable(img.Spec.SourceType, t.err))
 	}
 	if _, _, done, total := t.progress.Snapshot(); done > 0 && t.source != verificationKind && t.source != digestKind {

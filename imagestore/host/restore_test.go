@@ -44,3 +44,21 @@ func TestHealsOfANewVerificationAreSeen(t *testing.T) {
 		}
 	}
 }
+
+// TestRestoreThatFailsAtOnceIsReadable: a restore that fails before its first report, because the store lost a chunk of
+// a small backup, has a layer that volumes can read.
+func TestRestoreThatFailsAtOnceIsReadable(t *testing.T) {
+	n := &copyReconciler{opts: Options{RetryMin: time.Second, RetryMax: time.Minute}}
+	c := &api.ImageCopy{}
+	img := &api.BackingImage{Spec: api.BackingImageSpec{SourceType: api.SourceRestore}}
+	failed := &transfer{err: api.Errorf(api.Corrupt, "the store lost a chunk"), source: string(api.SourceRestore)}
+	n.endTransfer(c, img, failed, &c.Status)
+	if c.Status.Readable || c.Status.State != api.ImageFailed {
+		t.Errorf("without a layer: %+v", c.Status)
+	}
+	failed.setRestoring(readableLayer{digest: "digest", size: 1 << 20}, func() (string, bool) { return "", false })
+	n.endTransfer(c, img, failed, &c.Status)
+	if st := c.Status; !st.Readable || st.Digest != "digest" || st.VirtualSize != 1<<20 || st.State != api.ImageFailed {
+		t.Errorf("with a layer: %+v", st)
+	}
+}
