@@ -18,10 +18,11 @@ import (
 // restores, a verification, a heal and a sweep begin together, and all end. Their reservations never exceed the memory.
 func TestAllKindsShareOneMemory(t *testing.T) {
 	w, offsite := newPair(t)
-	const size = 104 << 20
+	const size = 132 << 20
 	b := budget.New(size)
-	w.opts.Targets.Memory = &targets.Memory{Budget: b, Readers: b.NewPart(4 << 20), Reads: b.NewPart(12 << 20), Copies: b.NewPart(24 << 20),
-		Maintenance: b.NewPart(16 << 20), Backups: b.NewPart(48 << 20)}
+	w.opts.Targets.Memory = &targets.Memory{Budget: b, Readers: b.NewPart(4 << 20), Reads: b.NewPart(12 << 20),
+		Moves: b.NewPart(12 << 20), Copies: b.NewPart(24 << 20), Maintenance: b.NewPart(16 << 20),
+		Heals: b.NewPart(16 << 20), Backups: b.NewPart(48 << 20)}
 	w.opts.Targets.SweepDelay = time.Millisecond
 	damaged, spoilt := w.healable()
 	w.awaitAvailable("offsite")

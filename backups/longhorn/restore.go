@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/time/rate"
 
 	"drover.io/drover/api"
 	"drover.io/drover/block"
@@ -55,7 +56,7 @@ func (r *restore) run(ctx context.Context) error {
 	}
 	ctx, cancel := o.withEnd(ctx)
 	defer cancel()
-	err := o.readParts(ctx, restoreMemory, func(off, n int64) bool {
+	err := o.readParts(ctx, restoreMemory, nil, func(off, n int64) bool {
 		if r.skips(off, n) {
 			o.done.Add(n)
 			return true
@@ -82,8 +83,9 @@ func (o *Opened) withEnd(ctx context.Context) (_ context.Context, cancel func())
 }
 
 // readParts calls read for the ranges of eachPart that skip does not report, several at once, each with a buffer for
-// the bytes. memory bounds the buffers.
-func (o *Opened) readParts(ctx context.Context, memory int64, skip func(off, n int64) bool,
+// the bytes. memory bounds the buffers; limit the bytes for each second, unless nil.
+func (o *Opened) readParts(ctx context.Context, memory int64, limit *rate.Limiter,
+	skip func(off, n int64) bool,
 	read func(ctx context.Context, off int64, buffer []byte) error) error {
 	blockSize := o.blocks.blockSize
 	readers := int(min(max(memory/(2*blockSize), 1), mostReaders))
@@ -94,6 +96,11 @@ func (o *Opened) readParts(ctx context.Context, memory int64, skip func(off, n i
 			return work.Err()
 		}
 		group.Go(func() error {
+			if limit != nil { // before the memory, which others wait for
+				if err := limit.WaitN(work, int(n)); err != nil {
+					return err
+				}
+			}
 			release, err := o.reads.Reserve(work, 2*blockSize)
 			if err != nil {
 				return err

@@ -47,7 +47,7 @@ func (o *Opened) Verify(ctx context.Context, options VerifyOptions) (VerifyStats
 	ctx, cancel := o.withEnd(ctx)
 	defer cancel()
 	v := &verification{Opened: o, options: options}
-	err := o.readParts(ctx, verifyMemory, v.skips, v.part)
+	err := o.readParts(ctx, verifyMemory, options.Rate, v.skips, v.part)
 	if err == nil && len(v.stats.Damaged) > 0 {
 		err = o.confirm(ctx)
 	}
@@ -89,11 +89,6 @@ func (v *verification) skips(off, n int64) bool {
 
 // part verifies a range.
 func (v *verification) part(ctx context.Context, off int64, buffer []byte) error {
-	if v.options.Rate != nil {
-		if err := v.options.Rate.WaitN(ctx, len(buffer)); err != nil {
-			return err
-		}
-	}
 	zeros, err := v.readPart(ctx, off, buffer, v.options.Mark)
 	if api.Is(err, api.Corrupt) { // a network may damage bytes, too
 		zeros, err = v.readPart(ctx, off, buffer, v.options.Mark)

@@ -180,7 +180,7 @@ func (c *copier) copyTrees(ctx context.Context, ids []blob.ID, level int) error 
 
 func (c *copier) openTrees(ctx context.Context, ids []blob.ID) ([]openTree, error) {
 	opened := make([]openTree, len(ids))
-	err := c.source.ReadMany(ctx, blob.Tree, ids, func(i int, plain []byte, err error) error {
+	err := c.source.ReadMany(repo.MoveContext(ctx), blob.Tree, ids, func(i int, plain []byte, err error) error {
 		if err != nil {
 			return err
 		}
@@ -208,7 +208,7 @@ func (c *copier) copyData(ctx context.Context, ids []blob.ID) error {
 			missing = append(missing, id)
 		}
 	}
-	err := c.source.ReadMany(ctx, blob.Data, missing, func(i int, plain []byte, err error) error {
+	err := c.source.ReadMany(repo.MoveContext(ctx), blob.Data, missing, func(i int, plain []byte, err error) error {
 		if err != nil {
 			return err
 		}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"io"
 	"path/filepath"
-	"slices"
 	"sync"
 
 	"golang.org/x/sync/errgroup"
@@ -30,7 +29,8 @@ type Blobs struct {
 	r     *Repository
 	limit int // addedLimit, smaller in tests
 
-	building sync.Mutex // one table is built at a time
+	building sync.Mutex   // one table is built at a time
+	moved    *index.Table // of index files that replaced known ones, guarded by building; nil: none; see readMoved
 
 	mu    sync.RWMutex
 	table *index.Table
@@ -198,6 +198,22 @@ func (r *Repository) buildTable(ctx context.Context, base *index.Table, vanished
 	if err != nil {
 		return nil, damagedTable(err)
 	}
+	return r.fillTable(ctx, b, added, tableName)
+}
+
+// buildReaderTable builds a table of index files with the blobs of hidden packs, for one session that reads alone.
+func (r *Repository) buildReaderTable(ctx context.Context, files map[blob.ID]namedFile) (*index.Table, error) {
+	b, err := index.NewTableBuilder(r.cacheFolder(), r.tableOwner(), nil, nil)
+	if err != nil {
+		return nil, err
+	}
+	b.WithHidden()
+	return r.fillTable(ctx, b, files, "")
+}
+
+// fillTable reads index files into a table of a name; empty: without a name.
+func (r *Repository) fillTable(ctx context.Context, b *index.TableBuilder, added map[blob.ID]namedFile, name string) (
+	t *index.Table, err error) {
 	defer func() { err = errors.Join(err, b.Close()) }()
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(indexReaders)
@@ -216,7 +232,7 @@ func (r *Repository) buildTable(ctx context.Context, base *index.Table, vanished
 	if err := group.Wait(); err != nil {
 		return nil, err
 	}
-	t, err = b.Finish(tableName)
+	t, err = b.Finish(name)
 	return t, damagedTable(err)
 }
 
@@ -335,35 +351,6 @@ func (b *Blobs) currentTable() *index.Table {
 	return b.table
 }
 
-// followSweep loads the index again if index files of the known table vanished: a sweep copied the needed blobs of a
-// pack before the deletion of the pack. followSweep returns false if no index file vanished. IsCurrent stays false,
-// because earlier answers of Has stand on the former index.
-func (b *Blobs) followSweep(ctx context.Context, known *index.Table) (followed bool, err error) {
-	b.building.Lock()
-	defer b.building.Unlock()
-	current := b.currentTable()
-	if current != known { // by another caller
-		return current != nil, nil
-	}
-	files, err := b.r.listIndex(ctx)
-	if err != nil || current == nil {
-		return false, err
-	}
-	exist := map[blob.ID]struct{}{}
-	for _, f := range files {
-		exist[f.id] = struct{}{}
-	}
-	if !slices.ContainsFunc(current.Files(), func(id blob.ID) bool { _, ok := exist[id]; return !ok }) {
-		return false, nil
-	}
-	t, err := b.r.loadTable(ctx, true)
-	if err != nil {
-		return false, err
-	}
-	b.addFiles(t.Files()...)
-	return true, b.swapTable(t, 0)
-}
-
 // swapTable replaces the table, and forgets the first n of the added blobs, which the new table has.
 func (b *Blobs) swapTable(t *index.Table, n int) error {
 	b.mu.Lock()
@@ -436,10 +423,14 @@ func (b *Blobs) Close() error {
 	defer b.building.Unlock()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	t := b.table
-	b.table = nil
+	t, moved := b.table, b.moved
+	b.table, b.moved = nil, nil
 	if t == nil {
 		return nil
 	}
-	return t.Close()
+	err := t.Close()
+	if moved != nil {
+		err = errors.Join(err, moved.Close())
+	}
+	return err
 }

@@ -17,7 +17,7 @@ import (
 
 // Bounds of ReadMany.
 const (
-	RunLength  = 8 << 20  // bytes of one request, except for a larger blob
+	runLength  = 8 << 20  // bytes of one request, except for a larger blob
 	runGap     = 64 << 10 // unwanted bytes between two blobs of one request
 	runReaders = 4        // requests at once
 )
@@ -96,18 +96,33 @@ func (b *Blobs) findMany(ctx context.Context, kind blob.Kind, ids []blob.ID,
 	return sorted, nil
 }
 
-type urgentKey struct{}
+type partKey struct{}
+
+// Values of partKey.
+const (
+	urgentPart = iota + 1
+	movesPart
+)
 
 // UrgentContext makes reads with the context not wait for the memory of other reads, because a user waits now.
 func UrgentContext(ctx context.Context) context.Context {
-	return context.WithValue(ctx, urgentKey{}, true)
+	return context.WithValue(ctx, partKey{}, urgentPart)
+}
+
+// MoveContext makes other reads not wait for the memory of reads with the context: callers store the bytes, and another
+// store may be slow.
+func MoveContext(ctx context.Context) context.Context {
+	return context.WithValue(ctx, partKey{}, movesPart)
 }
 
 // reserveRun reserves the memory of one request, and of a plain chunk.
 func (r *Repository) reserveRun(ctx context.Context, run []*foundBlob) (release func(), err error) {
 	part, last := r.options.Reads, run[len(run)-1]
-	if ctx.Value(urgentKey{}) != nil {
+	switch ctx.Value(partKey{}) {
+	case urgentPart:
 		part = r.options.Urgent
+	case movesPart:
+		part = r.options.Moves
 	}
 	return part.Reserve(ctx, int64(last.Offset)+int64(last.Length)-int64(run[0].Offset)+block.ChunkSize)
 }
@@ -129,7 +144,7 @@ func isNeighbour(first, last, next *foundBlob) bool {
 	end := int64(last.Offset) + int64(last.Length)
 	gap := int64(next.Offset) - end
 	return next.Pack == last.Pack && gap >= 0 && gap <= runGap &&
-		int64(next.Offset)+int64(next.Length)-int64(first.Offset) <= RunLength
+		int64(next.Offset)+int64(next.Length)-int64(first.Offset) <= runLength
 }
 
 // wantedBlobs leaves out the places that are not wanted, and the blobs without a place.

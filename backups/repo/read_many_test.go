@@ -150,8 +150,8 @@ func TestRunsAreBounded(t *testing.T) {
 		blobAt(1, 0, 1000), blobAt(1, 1000, 1000), blobAt(1, 2000+runGap, 1000), // together
 		blobAt(1, 3001+2*runGap, 1000),      // too far
 		blobAt(2, 4001+2*runGap, 1000),      // another pack
-		blobAt(2, 5001+2*runGap, RunLength), // too large together
-		blobAt(3, 10, RunLength-20), blobAt(3, RunLength-10, 20),
+		blobAt(2, 5001+2*runGap, runLength), // too large together
+		blobAt(3, 10, runLength-20), blobAt(3, runLength-10, 20),
 		blobAt(4, 0, 100), blobAt(4, 50, 100), // overlap: at least one is damaged
 	}
 	var got []int

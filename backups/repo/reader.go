@@ -36,17 +36,16 @@ func packName(id blob.ID) string {
 // blob. The result may use the memory of into. A blob outside of the index is an error of kind NotFound, a blob
 // that is damaged in every pack a *DamagedError.
 func (b *Blobs) Read(ctx context.Context, id blob.ID, kind blob.Kind, into []byte) ([]byte, error) {
-	for {
-		known := b.currentTable()
-		plain, err := b.readFound(ctx, id, kind, into)
-		var damaged *DamagedError
-		if !errors.As(err, &damaged) || !damaged.missing {
-			return plain, err
-		}
-		if followed, e := b.followSweep(ctx, known); e != nil || !followed {
-			return nil, cmp.Or(e, err)
-		}
+	plain, err := b.readFound(ctx, id, kind, into)
+	var damaged *DamagedError
+	if !errors.As(err, &damaged) || !damaged.missing {
+		return plain, err
 	}
+	plain, found, e := b.readMoved(ctx, id, kind, into)
+	if e != nil || !found {
+		return nil, cmp.Or(e, err)
+	}
+	return plain, nil
 }
 
 // readFound is Read by the index as it is known.

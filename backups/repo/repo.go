@@ -33,8 +33,8 @@ type Options struct {
 	// Reads bounds the memory of the requests of ReadMany, Sweep and Verify for parts of packs; nil: no bound but the
 	// bound of each call.
 	Reads *budget.Part
-	// Urgent is Reads for calls whose context UrgentContext made.
-	Urgent *budget.Part
+	// Urgent replaces Reads in calls with UrgentContext, Moves in calls with MoveContext and sweeps.
+	Urgent, Moves *budget.Part
 }
 
 // Repository is an open repository. Methods are safe for concurrent use.

@@ -25,7 +25,7 @@ import (
 //  2. Delete. When every session of that moment has ended, the sweep marks again. A hidden pack that a snapshot needs
 //     after all goes back into the index; the other ones are deleted. The sweep does not wait for the restore of a
 //     snapshot that step 1 marked and nobody deleted: every blob of the snapshot is in a pack that stays, and the
-//     session loads the index again when a pack is missing (Blobs.followSweep).
+//     session loads the index again when a pack is missing (readMoved).
 //
 // Two belts hold the promise that no session loses a blob. A session of Drover notices that an index file vanished,
 // before and after it writes its snapshot, and stores hidden blobs again (Blobs.IsCurrent); the sweep looks for

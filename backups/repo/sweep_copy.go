@@ -117,7 +117,7 @@ func (s *sweep) copyPack(ctx context.Context, w *Writer, blobs []*foundBlob) (wh
 
 // copyRun copies neighbours. sound is false if one of them is damaged.
 func (s *sweep) copyRun(ctx context.Context, w *Writer, run []*foundBlob, scratch *[]byte) (sound bool, err error) {
-	release, err := s.r.reserveRun(ctx, run)
+	release, err := s.r.reserveRun(MoveContext(ctx), run)
 	if err != nil {
 		return false, err
 	}

@@ -46,8 +46,8 @@ func newReader(t *testing.T) (store *memoryStore, r *Repository, read Snapshot, 
 }
 
 // TestReaderFollowsASweep: a sweep does not wait for a session that restores a snapshot which exists. It copies blobs of
-// the snapshot, and deletes their packs; the session finds the copies, also those of further sweeps. Has and IsCurrent of
-// the session still tell that the index is another one.
+// the snapshot, and deletes their packs; the session finds the copies, also those of further sweeps. IsCurrent of the
+// session still tells that the index is another one.
 func TestReaderFollowsASweep(t *testing.T) {
 	store, r, _, files, lock, b := newReader(t)
 	before := store.names(dataFolder)
@@ -126,4 +126,48 @@ func TestSweepWaitsForTheReaderOfADeletedSnapshot(t *testing.T) {
 			t.Errorf("deleted %s: the sweep waits for nobody: %+v", deleted, stats)
 		}
 	}
+}
+
+// TestReaderFindsHiddenCopies: a sweep copies the blobs of a snapshot out of their packs beside a session that restores
+// the snapshot. Somebody deletes the snapshot, and a second sweep hides the copies and waits for the session. The session
+// still reads all blobs.
+func TestReaderFindsHiddenCopies(t *testing.T) {
+	store, r, read, files, lock, b := newReader(t)
+	stats, err := r.Sweep(t.Context(), sweepOptions())
+	must(t, err)
+	if stats.CopiedBlobs == 0 || stats.DeletedPacks == 0 {
+		t.Fatalf("the first sweep deletes no pack of the reader: %+v", stats)
+	}
+	must(t, r.DeleteSnapshots(t.Context(), read.ID))
+	o, waits := sweepOptions(), 0
+	o.Waits = func(error) {
+		if waits++; waits == 1 {
+			readAll(t, b, append(files, 700)...)
+			must(t, lock.Close(t.Context()))
+		}
+	}
+	stats, err = openRepository(t, store).Sweep(t.Context(), o)
+	must(t, err)
+	if waits == 0 || stats.HiddenPacks == 0 || stats.DeletedPacks == 0 {
+		t.Errorf("the second sweep: %d waits, %+v", waits, stats)
+	}
+	must(t, b.Close())
+}
+
+// TestReaderSurvivesAnEmptyList: while the list of the store is empty, as below a share that was unmounted, a read fails;
+// afterwards the session reads as before.
+func TestReaderSurvivesAnEmptyList(t *testing.T) {
+	store, _, _, files, lock, b := newReader(t)
+	store.mu.Lock()
+	away := store.objects
+	store.objects = map[string]memoryObject{}
+	store.mu.Unlock()
+	if _, err := b.Read(t.Context(), blob.Sum(content(files[0])), blob.Data, nil); err == nil {
+		t.Error("a read from an empty store has no error")
+	}
+	store.mu.Lock()
+	store.objects = away
+	store.mu.Unlock()
+	readAll(t, b, files...)
+	must(t, lock.Close(t.Context()))
 }

@@ -49,7 +49,7 @@ func (a *app) backupVerify() *cobra.Command {
 			}
 			damage := verified.Damage(t)
 			if len(left) == 1 {
-				if damage, err = damageOfBackup(ctx, c, left[0]); err != nil {
+				if damage, err = damageOfBackup(ctx, c, t, left[0]); err != nil {
 					return err
 				}
 			}
@@ -67,16 +67,13 @@ func (a *app) backupVerify() *cobra.Command {
 }
 
 // damageOfBackup describes the damage of one backup, which the node writes before that of the target; empty: none.
-func damageOfBackup(ctx context.Context, c client.Client, name string) (string, error) {
+func damageOfBackup(ctx context.Context, c client.Client, t *api.BackupTarget, name string) (string, error) {
 	stored, err := getStoredBackup(ctx, c, name)
 	if err != nil || !stored.Common().Damaged {
 		return "", err
 	}
-	damage := fmt.Sprintf("backup %q is damaged: see `drover target show %s`; ", name, stored.Target())
-	if b, is := stored.(*api.Backup); is {
-		return damage + fmt.Sprintf("make a full backup of volume %q (--full), or delete this one", b.Spec.Volume), nil
-	}
-	return damage + "copies of the image on the nodes' disks heal it; without one, delete this backup", nil
+	return fmt.Sprintf("backup %q is damaged: see `drover target show %s`; %s", name, t.Name,
+		verified.Remedy(t, stored)), nil
 }
 
 // verifyTarget asks for a verification, and waits until it has ended.

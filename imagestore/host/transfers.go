@@ -82,6 +82,7 @@ type transfer struct {
 	readable readableLayer                      // of a restore, once its layer can be read
 	problem  func() (text string, waiting bool) // of a restore's layer; nil: no restore
 	rateFrom ratePoint
+	estimate api.ByteProgress // the last one
 }
 
 // ratePoint is when the first bytes were seen, from which the rate of a transfer counts: a restore continues with
@@ -168,18 +169,24 @@ func (t *transfer) currentState() transferState {
 	}
 	if s.state == api.ImageInProgress {
 		s.state, s.percent, s.bytes.BytesDone, s.bytes.BytesTotal = t.progress.Snapshot()
-		t.estimateEnd(&s.bytes, time.Now())
+		if !s.waiting { // nobody knows the end of a transfer that waits
+			t.estimateEnd(&s.bytes, time.Now())
+		}
 	}
 	return s
 }
 
-// estimateEnd estimates the end of the transfer. The caller has t.mu.
+// estimateEnd estimates the end of the transfer. The estimate changes with the bytes alone: each other one would be a
+// write of the status. The caller has t.mu.
 func (t *transfer) estimateEnd(bytes *api.ByteProgress, now time.Time) {
-	if t.rateFrom.at.IsZero() || bytes.BytesDone < t.rateFrom.done {
-		t.rateFrom = ratePoint{now, bytes.BytesDone}
-		return
+	switch {
+	case t.rateFrom.at.IsZero() || bytes.BytesDone < t.rateFrom.done:
+		t.rateFrom, t.estimate = ratePoint{now, bytes.BytesDone}, api.ByteProgress{}
+	case bytes.BytesDone != t.estimate.BytesDone:
+		t.estimate = *bytes
+		t.estimate.EstimatedEnd = api.EstimateEnd(t.rateFrom.at, now, t.rateFrom.done, bytes.BytesDone, bytes.BytesTotal)
 	}
-	bytes.EstimatedEnd = api.EstimateEnd(t.rateFrom.at, now, t.rateFrom.done, bytes.BytesDone, bytes.BytesTotal)
+	bytes.EstimatedEnd = t.estimate.EstimatedEnd
 }
 
 // get returns the transfer of an ImageCopy, running or ended, or nil.

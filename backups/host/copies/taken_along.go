@@ -32,7 +32,9 @@ func (r *reconciler) takeImageAlong(ctx context.Context, b, origin api.StoredBac
 		x := o.(*api.BackupBackingImage)
 		switch {
 		case x.IsOf(b.Target(), image, digest) && x.Status.State == api.BackupError:
-			failed = x
+			if api.IsCopy(x) { // of a user's own backup, the user decides
+				failed = x
+			}
 		case x.IsOf(b.Target(), image, digest) && x.DeletionTimestamp == nil:
 			return nil
 		case volume.NeedsImageBackup(x) && x.DeletionTimestamp == nil && x.Status.State == api.BackupCompleted:

@@ -40,7 +40,7 @@ func (r *Repositories) connect(ctx context.Context, t *api.BackupTarget, secret 
 	return &connection{store: limited.New(store, r.ratesOf(t)),
 		passwords: repo.Passwords{Current: password, Old: old, Recovery: recovery}, encrypted: own,
 		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node, Owner: string(t.UID), Reads: r.memory.Reads,
-			Urgent: r.memory.Readers}, log: r.log}, nil
+			Urgent: r.memory.Readers, Moves: r.memory.Moves}, log: r.log}, nil
 }
 
 // ratesOf are the rates of a target, as its spec says now.

@@ -165,7 +165,7 @@ func (r *Repositories) heal(ctx context.Context, t *api.BackupTarget, node strin
 		return healResult{err: err}
 	}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) (err error) {
-		result.healed, err = o.Heal(ctx, opened, damaged, o.Memory.maintenanceWriter())
+		result.healed, err = o.Heal(ctx, opened, damaged, o.Memory.healWriter())
 		return err
 	})
 	return result

@@ -16,13 +16,14 @@ const (
 )
 
 // Memory is the memory of all backups, restores, copies, sweeps, heals and verifications of a node. A request to a
-// store reserves Readers if readers of a restored volume wait for it, else Reads. A session reserves its buffers and
-// packs when it begins to write packs. The holder of a session's memory may wait for Reads, whose holders wait for
+// store reserves Readers if readers of a restored volume wait for it, Moves if the bytes go into a pack that may wait
+// for another store, else Reads. A session reserves its buffers and packs when it begins to write packs. The holder of
+// a session's memory may wait for a request, and the holder of Moves for packs of its own session; others wait for
 // nothing.
 type Memory struct {
-	Budget                       *budget.Budget
-	Readers, Reads               *budget.Part
-	Backups, Copies, Maintenance *budget.Part
+	Budget                              *budget.Budget
+	Readers, Reads, Moves               *budget.Part
+	Backups, Copies, Maintenance, Heals *budget.Part
 }
 
 // NewMemory divides size bytes, at least 192 MiB; 0: 256 MiB.
@@ -31,9 +32,10 @@ func NewMemory(size int64) *Memory {
 		size = defaultMemory
 	}
 	size = max(size, leastMemory)
-	b := budget.New(size)
-	return &Memory{Budget: b, Readers: b.NewPart(size / 16), Reads: b.NewPart(size * 3 / 16),
-		Copies: b.NewPart(size / 8), Maintenance: b.NewPart(size / 8), Backups: b.NewPart(size / 2)}
+	b, part := budget.New(size), size/32
+	return &Memory{Budget: b, Readers: b.NewPart(2 * part), Reads: b.NewPart(5 * part), Moves: b.NewPart(2 * part),
+		Copies: b.NewPart(4 * part), Maintenance: b.NewPart(3 * part), Heals: b.NewPart(2 * part),
+		Backups: b.NewPart(14 * part)}
 }
 
 const (
@@ -49,7 +51,10 @@ func WriterOf(part *budget.Part, size, beside, largest int64) repo.WriterOptions
 		Budget: part, Beside: beside}
 }
 
-// maintenanceWriter bounds the packs with blobs that a heal, a verification or a sweep writes again.
+// healWriter bounds the packs of a heal, which may take hours.
+func (m *Memory) healWriter() repo.WriterOptions { return WriterOf(m.Heals, m.Heals.Size(), 0, 8<<20) }
+
+// maintenanceWriter bounds the packs with blobs that a verification or a sweep writes again.
 func (m *Memory) maintenanceWriter() repo.WriterOptions {
 	return WriterOf(m.Maintenance, m.Maintenance.Size(), 0, 8<<20)
 }

@@ -51,7 +51,10 @@ const sweepRetry = time.Hour
 
 // leftTime is the pause before a sweep is repeated that left packs of running sessions: the lock of a session that was
 // killed is stale then, and packs that no snapshot needs are garbage.
-const leftTime = 31 * time.Minute
+const (
+	leftTime     = 31 * time.Minute
+	mostLeftTime = 24 * time.Hour
+)
 
 // Times of the claim of a node that makes a repository: how long the node may take, and how long others respect the
 // claim.

@@ -46,6 +46,7 @@ type targetRecord struct {
 	// leftRequest is the request of a sweep that left packs of running sessions, and is repeated at leftAgain; zero: none.
 	leftRequest metav1.Time
 	leftAgain   time.Time
+	leftPause   time.Duration // doubles, because a target may have sessions all the time
 
 	verification *job[verifyResult]
 	verifyAgain  time.Time                    // no step begins before
@@ -298,9 +299,13 @@ func (rec *targetRecord) applySweep(t *api.BackupTarget, now time.Time) {
 	case s.err == nil:
 		rec.sweepAgain, rec.requested = time.Time{}, time.Time{}
 		if s.stats.SessionPacks > 0 {
-			rec.leftRequest, rec.leftAgain = s.request, now.Add(leftTime)
-		} else if st.SweepRequested.Equal(&s.request) {
-			st.SweepRequested = nil
+			rec.leftPause = min(max(2*rec.leftPause, leftTime), mostLeftTime)
+			rec.leftRequest, rec.leftAgain = s.request, now.Add(rec.leftPause)
+		} else {
+			rec.leftPause = 0
+			if st.SweepRequested.Equal(&s.request) {
+				st.SweepRequested = nil
+			}
 		}
 	case api.Is(s.err, api.Busy) && st.LastSweep != nil: // the sweep waits
 		fact = st.LastSweep.DeepCopy()

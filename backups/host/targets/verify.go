@@ -96,7 +96,7 @@ func (s *verifyResult) checkAndHeal(ctx context.Context, r *repo.Repository, o O
 	if s.damage, err = r.Check(ctx, writer); err != nil || len(s.damage.Blobs) == 0 || o.Heal == nil {
 		return err
 	}
-	s.healed, s.healErr = o.Heal(ctx, r, s.damage.Snapshots, writer)
+	s.healed, s.healErr = o.Heal(ctx, r, s.damage.Snapshots, o.Memory.healWriter())
 	if s.healed > 0 {
 		s.damage, err = r.Check(ctx, writer)
 	}
@@ -287,7 +287,8 @@ func (r *targetReconciler) reportVerification(t *api.BackupTarget, before *api.B
 	damagedBlobs.WithLabelValues(t.Name).Set(float64(t.Status.Verification.DamagedBlobs))
 	was := before.Verification
 	if c := meta.FindStatusCondition(t.Status.Conditions, api.ConditionDamaged); c.Status == metav1.ConditionTrue &&
-		(was == nil || was.DamagedBlobs != t.Status.Verification.DamagedBlobs ||
+		(was == nil || !slices.Equal(was.BackupNames, t.Status.Verification.BackupNames) ||
+			t.Status.Verification.DamagedBlobs > was.DamagedBlobs ||
 			!slices.Equal(was.ObjectNames, t.Status.Verification.ObjectNames)) {
 		r.events.Eventf(t, nil, corev1.EventTypeWarning, "BackupsDamaged", "Verify", "%s", c.Message)
 	}

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -157,17 +158,26 @@ func TestCutVerificationOfLonghornContinues(t *testing.T) {
 	apitest.Edit(w.Server, &api.BackupTarget{ObjectMeta: apitest.Named("old")}, func(t *api.BackupTarget) {
 		t.Spec.VerifyRequestedAt = &at
 	})
-	for range 4 { // each failure ends a step, of eight readers
-		w.awaitTarget("old", "has failed, or is verified", func(t *api.BackupTarget) bool {
-			v := t.Status.Verification
-			return v != nil && (v.Message != "" || v.EndedAt != nil)
-		})
-		w.clock.advance(2 * time.Minute)
-		w.wake("old")
-	}
+	ended := make(chan struct{})
+	var clock sync.WaitGroup
+	clock.Go(func() { // time passes: each failure ends a step, and the next step begins two minutes later
+		for tick := time.NewTicker(50 * time.Millisecond); ; {
+			select {
+			case <-tick.C:
+				w.clock.advance(2 * time.Minute)
+				w.wake("old")
+			case <-ended:
+				tick.Stop()
+				return
+			}
+		}
+	})
+	stop := sync.OnceFunc(func() { close(ended); clock.Wait() })
+	t.Cleanup(stop)
 	v := w.awaitTarget("old", "verified", func(t *api.BackupTarget) bool {
-		return t.Status.Verification.EndedAt != nil
+		return t.Status.Verification != nil && t.Status.Verification.EndedAt != nil
 	}).Status.Verification
+	stop()
 	if v.DamagedBlobs != 0 || v.Message != "" {
 		t.Errorf("verification %+v", v)
 	}

@@ -144,8 +144,8 @@ func packItem(id blob.ID, file uint32) []byte {
 // Close removes the temporary files.
 func (b *TableBuilder) Close() error { return errors.Join(b.spill.close(), b.names.close()) }
 
-// WithHidden makes a table that has the blobs of hidden packs, too. Such a table is for a sweep alone: it has no base
-// and no name.
+// WithHidden makes a table that has the blobs of hidden packs, too, for a sweep or a reader alone. Such a table has no
+// base and no name.
 func (b *TableBuilder) WithHidden() { b.withHidden = true }
 
 // Add adds the blobs of a pack that no index file names, or that stays whatever becomes of the file, or such a mark. A

@@ -88,9 +88,12 @@ func verificationText(v *api.VerificationFact) string {
 	if v.StartedAt != nil {
 		parts = append(parts, fmt.Sprintf("%d of %d parts since %s", v.Parts, api.VerificationParts, text.AgeOf(v.StartedAt)))
 	}
-	if v.DamagedBlobs > 0 {
-		parts = append(parts, fmt.Sprintf("%s damaged in %s: %s", api.CountText(int(v.DamagedBlobs), "blob"),
-			api.CountText(int(v.DamagedBackups), "backup"), strings.Join(v.BackupNames, ", ")))
+	if v.DamagedBackups > 0 { // the blobs count from 0 in each verification of a store of Longhorn
+		damage := api.CountText(int(v.DamagedBackups), "damaged backup") + ": " + strings.Join(v.BackupNames, ", ")
+		if v.DamagedBlobs > 0 {
+			damage += " (" + api.CountText(int(v.DamagedBlobs), "blob") + ")"
+		}
+		parts = append(parts, damage)
 	}
 	if len(v.ObjectNames) > 0 {
 		parts = append(parts, "damaged objects: "+strings.Join(v.ObjectNames, ", "))

@@ -20,9 +20,27 @@ func Damage(t *api.BackupTarget) string {
 		return fmt.Sprintf("target %q is damaged: %s of %s lost or changed: %s; back the volumes up again with Longhorn, or "+
 			"restore these backups with --allow-damaged", t.Name, api.CountText(blobs, "block"), backups, names)
 	}
-	return fmt.Sprintf("target %q is damaged: %s of %s lost, and the objects %s; blobs: %s; make full backups of the "+
-		"volumes (--full) unless other nodes heal the target within minutes, or delete these backups", t.Name,
-		api.CountText(blobs, "blob"), backups, strings.Join(v.ObjectNames, ", "), names)
+	objects := ""
+	if len(v.ObjectNames) > 0 {
+		objects = ", and the objects " + strings.Join(v.ObjectNames, ", ")
+	}
+	return fmt.Sprintf("target %q is damaged: %s of %s lost%s; blobs: %s; make full backups of the volumes (--full) "+
+		"unless other nodes heal the target within minutes, or delete these backups", t.Name, api.CountText(blobs, "blob"),
+		backups, objects, names)
+}
+
+// Remedy says what a user can do about a damaged backup of a target.
+func Remedy(t *api.BackupTarget, damaged api.StoredBackup) string {
+	b, ofVolume := damaged.(*api.Backup)
+	switch isLonghorn := t.Status.Format == api.FormatLonghorn; {
+	case isLonghorn && ofVolume:
+		return fmt.Sprintf("back volume %q up again with Longhorn, or restore the backup with --allow-damaged", b.Spec.Volume)
+	case isLonghorn:
+		return "back the image up again with Longhorn"
+	case ofVolume:
+		return fmt.Sprintf("make a full backup of volume %q (--full), or delete this one", b.Spec.Volume)
+	}
+	return "copies of the image on the nodes' disks heal it; without one, delete this backup"
 }
 
 // Summary describes how much of a target the verification read.
