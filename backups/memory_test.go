@@ -66,7 +66,7 @@ func TestAllKindsShareOneMemory(t *testing.T) {
 	w.compareRestored(spoilt, damaged, 0)
 	offsite.check(3)
 	w.stop()
-	if now, most := b.Reserved(); now != 0 || most <= 48<<20 || most > size {
+	if now, most := b.Reserved(); now != 0 || most < 24<<20 || most > size {
 		t.Errorf("%d bytes are reserved, and at most %d of %d", now, most, size)
 	}
 }

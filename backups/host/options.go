@@ -101,4 +101,5 @@ func shareMemory(o *mover.BackupOptions, memory *budget.Part, places int, rate i
 		largest = min(largest, rate*secondsAPack)
 	}
 	o.Writer = targets.WriterOf(memory, memory.Size()/int64(places), int64(o.Workers)*block.ChunkSize, largest)
+	o.Writer.Budget = nil // the places bound the backups: one more place helps at once, not after the running backups
 }
