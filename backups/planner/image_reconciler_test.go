@@ -1,12 +1,15 @@
 package planner
 
 import (
+	"context"
 	"strings"
 	"testing"
+	"time"
 
 	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -149,6 +152,13 @@ func TestOtherContentOfAnImageIsReported(t *testing.T) {
 	w.storeImage(w.awaitImageSource("first", "n2"))
 	other := strings.Repeat("b", 64)
 	apitest.EditStatus(w.Server, img, func(i *api.BackingImage) { i.Status.Digest = other })
+	if err := wait.PollUntilContextTimeout(t.Context(), 10*time.Millisecond, time.Minute, true,
+		func(ctx context.Context) (bool, error) { // the planner takes the content from its cache
+			var seen api.BackingImage
+			return w.cached.Get(ctx, client.ObjectKeyFromObject(img), &seen) == nil && seen.Status.Digest == other, nil
+		}); err != nil {
+		t.Fatal(err)
+	}
 	add("plain", "", "", true)
 	w.storeImage(w.awaitImageSource("plain", "n2"))
 	add("with-digest", other, "", true)
