@@ -9,9 +9,9 @@ import (
 	"drover.io/drover/backups/repo/index"
 )
 
-// readMoved reads a blob of missing packs from other packs, where sweeps copied the blob. A hidden pack counts: the sweep
-// waits for this session if the snapshot was deleted meanwhile. found is false if no index file names another pack. The
-// index of the session does not change, since the index tells what the session stores.
+// readMoved reads a blob of missing packs from other packs, where sweeps copied the blob. A hidden pack counts: the
+// sweep waits for this session if the snapshot was deleted meanwhile. found is false if no index file names another
+// pack. The index of the session does not change, since the index tells what the session stores.
 func (b *Blobs) readMoved(ctx context.Context, id blob.ID, kind blob.Kind, into []byte) (
 	plain []byte, found bool, err error) {
 	for again := range 2 {
