@@ -19,6 +19,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/backups/mover"
 	"drover.io/drover/block"
+	"drover.io/drover/block/budget"
 	"drover.io/drover/driver/kubeapi/apitest"
 )
 
@@ -27,7 +28,11 @@ import (
 func TestMemoryIsShared(t *testing.T) {
 	for _, size := range []int64{256 << 20, 1 << 20} {
 		m := Options{Memory: size}.ForTargets().Memory
-		if sum := m.Readers.Size() + m.Reads.Size() + m.Backups.Size() + m.Copies.Size() + m.Maintenance.Size(); sum != max(size, 192<<20) {
+		sum := int64(0)
+		for _, p := range []*budget.Part{m.Readers, m.Reads, m.Moves, m.Backups, m.Copies, m.Maintenance, m.Heals} {
+			sum += p.Size()
+		}
+		if sum != max(size, 192<<20) {
 			t.Errorf("%d bytes have parts of %d bytes", size, sum)
 		}
 	}
@@ -49,7 +54,7 @@ func TestMemoryIsShared(t *testing.T) {
 		shareMemory(&o, memory, c.places, c.rate)
 		size := o.Writer.PackSize
 		if c.packSize > 0 && size != c.packSize || size < 4<<20 || size%block.Size != 0 ||
-			o.Writer.Memory/int64(size) != 4 || o.Workers < 2 || o.Workers > 16 || o.Writer.Budget != memory {
+			o.Writer.Memory/int64(size) != 4 || o.Workers < 2 || o.Workers > 16 || o.Writer.Budget != nil {
 			t.Errorf("%d places, %d bytes per second: %d workers, %+v", c.places, c.rate, o.Workers, o.Writer)
 		}
 		backups := int64(c.places) * (o.Writer.Memory + o.Writer.Beside)
