@@ -18,7 +18,7 @@
 //
 // Memory: all works of a node share Options.Memory (targets.Memory, 256 MiB). Each place of a backup has an equal share
 // of the part for backups: a buffer of 2 MiB for each of its workers (two for each processor, at most 16), and four
-// packs of at most 32 MiB, at least 4 MiB. A backup that finds no memory waits.
+// packs of at most 32 MiB, at least 4 MiB. The places alone bound the backups, which reserve no memory.
 //
 // Goroutines: the reconciler and the collector are the manager's. Works run in goroutines of the workSet, a Runnable of
 // the manager that waits for all of them. A work never writes the status of a Backup.

@@ -89,7 +89,7 @@ func decompress(method string, body, into []byte) error {
 		return err
 	}
 	// The end has the checksum of the compression, and must be the end.
-	if n, err := io.ReadFull(from, make([]byte, 1)); n > 0 || err != io.EOF { //nolint:errorlint // ReadFull wraps none
+	if n, err := io.ReadFull(from, make([]byte, 1)); n > 0 || err != io.EOF {
 		return errors.Join(errors.New("the block is longer than the backup's blocks, or damaged at its end"), err)
 	}
 	return nil

@@ -128,8 +128,8 @@ func TestSweepWaitsForTheReaderOfADeletedSnapshot(t *testing.T) {
 	}
 }
 
-// TestReaderFindsHiddenCopies: a sweep copies the blobs of a snapshot out of their packs beside a session that restores
-// the snapshot. Somebody deletes the snapshot, and a second sweep hides the copies and waits for the session. The session
+// TestReaderFindsHiddenCopies: while a session restores a snapshot, a sweep copies the blobs of the snapshot into other
+// packs, and deletes their packs. Somebody deletes the snapshot, and a second sweep hides the copies and waits for the session. The session
 // still reads all blobs.
 func TestReaderFindsHiddenCopies(t *testing.T) {
 	store, r, read, files, lock, b := newReader(t)

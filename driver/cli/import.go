@@ -107,7 +107,7 @@ func (a *app) imageImport() *cobra.Command {
 			if err != nil {
 				return explain(ctx, err)
 			}
-			defer from.Close()
+			defer func() { _ = from.Close() }()
 			return a.importImage(ctx, cmd, c, &f, from)
 		},
 	}
@@ -165,7 +165,7 @@ func (a *app) imageUpload() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			defer from.Close()
+			defer func() { _ = from.Close() }()
 			return a.importImage(ctx, cmd, c, &f, from)
 		},
 	}

@@ -44,7 +44,7 @@ func (a *app) volumeImport() *cobra.Command {
 			if err != nil {
 				return explain(ctx, err)
 			}
-			defer o.Close()
+			defer func() { _ = o.Close() }()
 			v.Name = cmp.Or(v.Name, origin.NameFrom(o.Name))
 			if err := checkName("volume", v.Name); err != nil {
 				return fmt.Errorf("%w; choose one with --name", err)

@@ -112,8 +112,8 @@ func TestStandbyFallsBackToAnOlderBackup(t *testing.T) {
 	}
 }
 
-// TestMessageSaysWhatArrives: the message of a standby volume names the arriving backup and its progress, also beside the
-// reason why a newer backup does not arrive. Nothing arrives while the next backup fails.
+// TestMessageSaysWhatArrives: the message of a standby volume names the arriving backup and its progress, and
+// the reason why a newer backup does not arrive. Nothing arrives while the next backup fails.
 func TestMessageSaysWhatArrives(t *testing.T) {
 	f := newFallback(3, 2)
 	expect := func(after time.Duration, want string) {

@@ -115,7 +115,7 @@ func (a *attempt) adopt(ctx context.Context, r *repo.Repository, o *outcome) (fo
 	return found, nil
 }
 
-// writer bounds the packs of the copy, beside bytes of other buffers.
+// writer bounds the packs of the copy, whose other buffers take as many bytes as beside.
 func (a *attempt) writer(beside int64) repo.WriterOptions {
 	memory := a.repositories.Memory().Copies
 	return targets.WriterOf(memory, memory.Size(), beside, repo.DefaultPackSize)

@@ -113,7 +113,7 @@ func TestNewestBackupsAreListed(t *testing.T) {
 		SourceParameters: map[string]string{api.RestoreBackupURL: w.backups()["a-5"].Status.URL}}}
 	w.Create(img)
 	s.save(100, day("a", 7)...)
-	if target = w.sync("default"); w.listed() != "a-5 a-6 a-7 b-1" {
+	if w.sync("default"); w.listed() != "a-5 a-6 a-7 b-1" {
 		t.Errorf("while a restore reads a-5: Backups %s", w.listed())
 	}
 	w.Delete(img)
@@ -225,7 +225,7 @@ func TestSweepFollowsDeletionsOfOthers(t *testing.T) {
 	w.clock.advance(2 * time.Minute)
 	w.wake("default")
 	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("a-3")}, &api.BackupList{})
-	for m := failed.Message; m != ""; { // a sweep beside the visit may have failed again
+	for m := failed.Message; m != ""; { // a sweep that ran during the visit may have failed again
 		m = w.sweep("default").Message
 	}
 	if !s.has(ids[1]) || !s.has(ids[3]) {

@@ -17,9 +17,9 @@ const (
 
 // Memory is the memory of all backups, restores, copies, sweeps, heals and verifications of a node. A request to a
 // store reserves Readers if readers of a restored volume wait for it, Moves if the bytes go into a pack that may wait
-// for another store, else Reads. A session reserves its buffers and packs when it begins to write packs. The holder of
-// a session's memory may wait for a request, and the holder of Moves for packs of its own session; others wait for
-// nothing.
+// for another store, else Reads. A session, except for a backup, reserves its buffers and packs when it begins to write
+// packs. The holder of a session's memory may wait for a request, and the holder of Moves for packs of its own session;
+// others wait for nothing.
 type Memory struct {
 	Budget                              *budget.Budget
 	Readers, Reads, Moves               *budget.Part
@@ -43,8 +43,8 @@ const (
 	smallestPack   = 4 << 20 // a pack has room for a chunk
 )
 
-// WriterOf describes a Writer that reserves size bytes of a part, beside of them for other buffers of its session.
-// largest bounds the packs.
+// WriterOf describes a Writer that reserves size bytes of a part. Of these, the session uses as many as beside for its
+// other buffers. largest bounds the packs.
 func WriterOf(part *budget.Part, size, beside, largest int64) repo.WriterOptions {
 	packSize := max(min((size-beside)/packsPerWriter, largest), smallestPack)
 	return repo.WriterOptions{PackSize: int(packSize) / block.Size * block.Size, Memory: packsPerWriter * packSize,

@@ -242,8 +242,8 @@ func TestPlansAreBounded(t *testing.T) {
 }
 
 // TestDigestsOfAttachedVolumesComeFirst: after a restart, the restore of a backup that no attached volume stands on begins
-// first, and leaves the memory for digests to the layer below an attached volume. A layer with enough memory beside does
-// not wait.
+// first, and leaves the memory for digests to the layer below an attached volume. A layer for which the
+// memory suffices, too, does not wait.
 func TestDigestsOfAttachedVolumesComeFirst(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, newStore(3*chunk))
