@@ -43,7 +43,7 @@ const (
 	smallestPack   = 4 << 20 // a pack has room for a chunk
 )
 
-// WriterOf describes a Writer that reserves size bytes of a part. Of these, the session uses as many as beside for its
+// WriterOf describes a Writer that reserves size bytes of a part. The session uses beside of these bytes for its
 // other buffers. largest bounds the packs.
 func WriterOf(part *budget.Part, size, beside, largest int64) repo.WriterOptions {
 	packSize := max(min((size-beside)/packsPerWriter, largest), smallestPack)
