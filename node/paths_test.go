@@ -131,6 +131,32 @@ func TestBlock(t *testing.T) {
 	}
 }
 
+// TestPathOfAnEarlierLife: after a crash the volume has a device of another number. The path of a workload that used the
+// old device does not keep the next workload from the volume.
+func TestPathOfAnEarlierLife(t *testing.T) {
+	v := attach(t, 64*mib, false)
+	c := raw(writer)
+	must(t, v.stage(c))
+	must(t, v.publish(c, v.target, false))
+	old := v.dev
+	v.detach()
+	for n := 2; exec.Command("losetup", old).Run() != nil; n++ { // others take the number
+		attachNamed(t, fmt.Sprintf("%s-%d", v.name, n), 64*mib, false)
+	}
+	v.loop(false, true)
+	must(t, v.stage(c))
+	must(t, v.publish(c, v.target2, false))
+	var dev, at unix.Stat_t
+	must(t, unix.Stat(v.dev, &dev))
+	must(t, unix.Stat(v.target2, &at))
+	if dev.Rdev != at.Rdev {
+		t.Error("the path is not the volume's device")
+	}
+	wantKind(t, v.publish(c, v.target+"-3", false), api.InUse, v.target2)
+	must(t, v.unpublish(v.target))
+	must(t, v.unpublish(v.target2))
+}
+
 func TestAccessModes(t *testing.T) {
 	v := attach(t, 64*mib, false)
 	must(t, v.stage(mounted("", writer)))

@@ -84,7 +84,9 @@ func onePath(vol *api.Volume, d device, req *csi.NodePublishVolumeRequest) error
 		return nil
 	}
 	for _, m := range all {
-		if m.Mountpoint != staging {
+		_, isBlock := d.ownsMount(m)
+		earlier := isBlock && !d.isAt(m.Mountpoint) // shows the device of an earlier life of the volume
+		if m.Mountpoint != staging && !earlier {
 			return api.Errorf(api.InUse, "volume %s is published at %s: its access mode %s allows one path", vol.Name,
 				m.Mountpoint, req.GetVolumeCapability().GetAccessMode().GetMode())
 		}

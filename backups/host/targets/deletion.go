@@ -77,7 +77,7 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 		return next, err
 	}
 	switch {
-	case len(waiting) == 0 || rec.deletion.isRunning():
+	case len(waiting) == 0 || rec.deletion != nil:
 		return next, nil
 	case t.Status.Format == api.FormatLonghorn:
 		r.keepLonghorn(t, rec, waiting)

@@ -272,20 +272,21 @@ func (r *targetReconciler) reportSweep(t *api.BackupTarget, s *sweepResult) {
 	r.log.Info("backup target swept", "target", t.Name, "freed", s.stats.FreedBytes, "packs", s.stats.DeletedPacks)
 }
 
-// startJobs starts the jobs that are due, and returns when the next one is; zero: none.
+// startJobs starts the jobs that are due, and returns when the next one is; zero: none. A job that ended meanwhile has
+// a result that no status has yet, and its end wakes the reconciler.
 func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, rec *targetRecord,
 	backups []api.StoredBackup, now time.Time) (next time.Time, err error) {
 	if rec.visit.isRunning() && !hasSameStore(t, rec.visitedSpec) {
 		rec.visit.stop() // the end wakes the reconciler
 	}
-	if !rec.visit.isRunning() {
+	if rec.visit == nil {
 		if due := rec.nextVisit(t, backups, r.opts.Retry, now); isDue(due, now) {
 			r.startVisit(ctx, t, rec, backups, now)
 		} else {
 			next = due
 		}
 	}
-	if !rec.sweep.isRunning() {
+	if rec.sweep == nil {
 		if due := rec.nextSweep(t, r.opts.SweepDelay); isDue(due, now) {
 			target, unlisted := t.DeepCopy(), slices.Collect(maps.Keys(rec.unlisted))
 			wait := &sweepWait{now: r.opts.Now, wake: func() { r.jobs.wakeTarget(target.Name) }}
@@ -297,7 +298,7 @@ func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, r
 			next = earlier(next, due)
 		}
 	}
-	if !rec.verification.isRunning() {
+	if rec.verification == nil {
 		if due := rec.nextVerification(t, r.opts.RecheckDelay, now); isDue(due, now) {
 			target, wish := t.DeepCopy(), nextWish(t)
 			rec.verification = startJob(ctx, r.jobs, t.Name, "verification", func(ctx context.Context) verifyResult {

@@ -1,6 +1,7 @@
 package targets
 
 import (
+	"context"
 	"fmt"
 	"testing"
 	"time"
@@ -33,6 +34,30 @@ func TestResultOfAnotherStoreIsDropped(t *testing.T) {
 		if b.Status.RepositoryID != c.want || b.Status.Available != (c.want != "") {
 			t.Errorf("%s: status %+v", name, b.Status)
 		}
+	}
+}
+
+// TestEndedJobsKeepTheirResults: jobs that end after the status was written have results that no status has. No other
+// job takes their place, although each is due.
+func TestEndedJobsKeepTheirResults(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel() // a job would begin nowhere
+	ended := make(chan struct{})
+	close(ended)
+	now := time.Now()
+	past := metav1.NewTime(now.Add(-time.Hour))
+	b := &api.BackupTarget{Spec: api.BackupTargetSpec{VerifyRequestedAt: &past},
+		Status: api.BackupTargetStatus{Available: true, SweepRequested: &past}}
+	r := &targetReconciler{jobs: newJobSet(), opts: Options{Now: time.Now}}
+	visit, sweep := &job[visitResult]{ended: ended}, &job[sweepResult]{ended: ended}
+	verification := &job[verifyResult]{ended: ended}
+	rec := &targetRecord{visit: visit, sweep: sweep, verification: verification, memory: newVisitMemory(),
+		unlisted: map[blob.ID]bool{}}
+	if _, err := r.startJobs(ctx, b, rec, nil, now); err != nil {
+		t.Fatal(err)
+	}
+	if rec.visit != visit || rec.sweep != sweep || rec.verification != verification {
+		t.Errorf("startJobs replaced jobs whose results no status has: %+v", rec)
 	}
 }
 

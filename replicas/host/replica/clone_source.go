@@ -92,6 +92,9 @@ func (rs *Replicas) createCopied(ctx context.Context, r *api.Replica, disk *stac
 		}
 		return errCopying(st)
 	}
+	if j.err != nil { // it ended a moment ago; its end wakes the reconciler
+		return errCopying(st)
+	}
 	if len(s.Layers) > 0 {
 		if err := rs.awaitImage(ctx, r); err != nil {
 			return err
