@@ -336,23 +336,9 @@ func (w *world) awaitState(b *api.Backup, state api.BackupState) {
 // awaitEvent waits for an event about the Backup.
 func (w *world) awaitEvent(b *api.Backup, kind, reason string) {
 	w.T.Helper()
-	var list eventsv1.EventList
-	watch := w.Watch(&list)
-	defer watch.Stop()
-	has := func(e *eventsv1.Event) bool {
+	w.AwaitEvent(reason+" "+b.Name, func(e *eventsv1.Event) bool {
 		return e.Type == kind && e.Reason == reason && e.Regarding.UID == b.UID
-	}
-	for i := range list.Items {
-		if has(&list.Items[i]) {
-			return
-		}
-	}
-	for e := range watch.ResultChan() {
-		if now, ok := e.Object.(*eventsv1.Event); ok && has(now) {
-			return
-		}
-	}
-	w.T.Errorf("no event %s about backup %s", reason, b.Name)
+	})
 }
 
 // receive waits for a channel.

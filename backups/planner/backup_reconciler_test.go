@@ -79,8 +79,6 @@ func TestImpossibleBackupsFail(t *testing.T) {
 	apitest.EditStatus(w.Server, earlier, func(s *api.Snapshot) { s.Status.VolumeUID = "earlier" })
 	w.Delete(w.addSnapshot(v, "deleted"))
 	w.Delete(leaving)
-	events := w.Watch(&eventsv1.EventList{})
-	defer events.Stop()
 	for name, c := range map[string]struct{ volume, snapshot, why string }{
 		"no-volume":      {"none", "", "volume none does not exist"},
 		"lost-volume":    {"none", "of-other", "volume none does not exist"},
@@ -97,17 +95,11 @@ func TestImpossibleBackupsFail(t *testing.T) {
 		if _, err := time.Parse(time.RFC3339, b.Status.BackupCreatedAt); err != nil || b.Spec.Source != nil {
 			t.Errorf("%s: end %v, source %+v", name, err, b.Spec.Source)
 		}
-		for e := range events.ResultChan() {
-			is, ok := e.Object.(*eventsv1.Event)
-			if !ok {
-				t.Fatalf("%s: %+v", name, e.Object)
-			}
-			if is.Reason == "BackupFailed" && is.Regarding.Name == name {
-				if is.Type != "Warning" || !strings.Contains(is.Note, c.why) {
-					t.Errorf("%s: event %s %q", name, is.Type, is.Note)
-				}
-				break
-			}
+		e := w.AwaitEvent("BackupFailed "+name, func(e *eventsv1.Event) bool {
+			return e.Reason == "BackupFailed" && e.Regarding.Name == name
+		})
+		if e.Type != "Warning" || !strings.Contains(e.Note, c.why) {
+			t.Errorf("%s: event %s %q", name, e.Type, e.Note)
 		}
 	}
 }

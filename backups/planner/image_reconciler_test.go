@@ -78,23 +78,9 @@ func (w *world) awaitEvent(reason, part string) {
 // awaitEventOf waits for an event about the object of a name; empty: of any.
 func (w *world) awaitEventOf(name, reason, part string) {
 	w.T.Helper()
-	var list eventsv1.EventList
-	watch := w.Watch(&list)
-	defer watch.Stop()
-	has := func(e *eventsv1.Event) bool {
+	w.AwaitEvent(reason, func(e *eventsv1.Event) bool {
 		return e.Reason == reason && strings.Contains(e.Note, part) && (name == "" || e.Regarding.Name == name)
-	}
-	for i := range list.Items {
-		if has(&list.Items[i]) {
-			return
-		}
-	}
-	for e := range watch.ResultChan() {
-		if now, ok := e.Object.(*eventsv1.Event); ok && has(now) {
-			return
-		}
-	}
-	w.T.Errorf("no event %s", reason)
+	})
 }
 
 // TestImageIsTakenAlongOnce: the backup of a volume waits for a backup of its image, of which there is one for each
@@ -409,10 +395,9 @@ func (w *world) addBackupWithImage(digits string) (img *api.BackingImage, x *api
 	w.addBackup("b", "v", "s")
 	x = w.awaitImageSource("golden-aaaaaaaa.t", "n1")
 	w.storeImage(x)
-	b := w.awaitSource("b", "n1")
-	w.complete(b)
 	url = "file:///srv/t?backup=b&volume=v"
-	apitest.EditStatus(w.Server, b, func(b *api.Backup) {
+	// The end and the URL come with one write, as from a node: the planner waits for no later one.
+	w.completeWith(w.awaitSource("b", "n1"), func(b *api.Backup) {
 		b.Status.URL, b.Status.VolumeBackingImageName = url, "golden"
 		b.Status.VolumeBackingImageDigest = strings.Repeat(digits, 64)
 		b.Status.VolumeBackingImageChecksum = strings.Repeat(digits, 128)

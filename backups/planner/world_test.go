@@ -166,11 +166,18 @@ func (w *world) awaitSnapshot(b *api.Backup) *api.Snapshot {
 // complete ends a backup as its node would.
 func (w *world) complete(b *api.Backup) {
 	w.T.Helper()
+	w.completeWith(b, func(*api.Backup) {})
+}
+
+// completeWith is complete with further facts.
+func (w *world) completeWith(b *api.Backup, more func(*api.Backup)) {
+	w.T.Helper()
 	apitest.EditStatus(w.Server, b, func(b *api.Backup) {
 		x := b.Spec.Source
 		b.Status = api.BackupStatus{SnapshotName: x.Snapshot, SnapshotCreatedAt: x.CreationTime, VolumeName: x.Volume,
 			VolumeUID: x.VolumeUID}
 		b.Status.State, b.Status.SnapshotID, b.Status.OwnerID = api.BackupCompleted, "0123", x.Node
+		more(b)
 	})
 }
 

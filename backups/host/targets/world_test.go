@@ -185,24 +185,7 @@ func (w *world) awaitBackup(name, what string, ok func(*api.Backup) bool) *api.B
 // awaitEvent waits for an event with a reason and returns its note.
 func (w *world) awaitEvent(reason string) string {
 	w.T.Helper()
-	var list eventsv1.EventList
-	watch := w.Watch(&list)
-	defer watch.Stop()
-	for i := range list.Items {
-		if list.Items[i].Reason == reason {
-			return list.Items[i].Note
-		}
-	}
-	for {
-		select {
-		case e := <-watch.ResultChan():
-			if e, ok := e.Object.(*eventsv1.Event); ok && e.Reason == reason {
-				return e.Note
-			}
-		case <-w.Ctx.Done():
-			w.T.Fatalf("no event %s", reason)
-		}
-	}
+	return w.AwaitEvent(reason, func(e *eventsv1.Event) bool { return e.Reason == reason }).Note
 }
 
 // hooks stand between a world and its stores. An error of before fails the operation.

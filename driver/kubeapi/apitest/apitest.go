@@ -268,6 +268,34 @@ func Await[T client.Object](s *Server, obj T, list client.ObjectList, what strin
 	}
 }
 
+// AwaitEvent waits for an event that is the one, or was before, and returns the event.
+func (s *Server) AwaitEvent(what string, is func(*eventsv1.Event) bool) *eventsv1.Event {
+	s.T.Helper()
+	var list eventsv1.EventList
+	watch := s.Watch(&list)
+	defer watch.Stop()
+	for i := range list.Items {
+		if e := &list.Items[i]; is(e) {
+			return e
+		}
+	}
+	ctx, cancel := context.WithTimeout(s.Ctx, 5*time.Minute)
+	defer cancel()
+	for {
+		select {
+		case got, open := <-watch.ResultChan():
+			if e, ok := got.Object.(*eventsv1.Event); ok && is(e) {
+				return e
+			}
+			if !open {
+				s.T.Fatalf("the watch of events ended before the event: %s", what)
+			}
+		case <-ctx.Done():
+			s.T.Fatalf("no event: %s", what)
+		}
+	}
+}
+
 // AwaitDeleted waits until the object does not exist.
 func (s *Server) AwaitDeleted(obj client.Object, list client.ObjectList) {
 	s.T.Helper()
