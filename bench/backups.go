@@ -106,13 +106,25 @@ func (in *instance) deleteBackup(ctx context.Context, name string) error {
 	return await.Gone(ctx, in.client, b, nil)
 }
 
-// backUp makes a backup of a volume, with a new snapshot.
+// backUp makes a backup of a volume, with a new snapshot, in the default target.
 func (in *instance) backUp(ctx context.Context, name, volume, mode string) (*api.Backup, error) {
-	o := &api.Backup{Spec: api.BackupSpec{Volume: volume, BackupMode: mode}}
-	o.Name = name
-	if err := in.client.Create(ctx, o); err != nil {
+	return in.backUpTo(ctx, api.DefaultBackupTarget, name, volume, mode)
+}
+
+func (in *instance) backUpTo(ctx context.Context, target, name, volume, mode string) (*api.Backup, error) {
+	if err := in.requestBackup(ctx, target, name, volume, mode); err != nil {
 		return nil, err
 	}
+	return in.awaitBackup(ctx, name)
+}
+
+func (in *instance) requestBackup(ctx context.Context, target, name, volume, mode string) error {
+	o := &api.Backup{Spec: api.BackupSpec{BackupTargetName: target, Volume: volume, BackupMode: mode}}
+	o.Name = name
+	return in.client.Create(ctx, o)
+}
+
+func (in *instance) awaitBackup(ctx context.Context, name string) (*api.Backup, error) {
 	return await.Until(ctx, in.client, name, func(b *api.Backup) (bool, error) {
 		if b.Status.State == api.BackupError {
 			return true, fmt.Errorf("backup %s: %s", name, b.Status.Message)
@@ -281,23 +293,29 @@ func objects(folder string) (count, bytes int64, err error) {
 	return count, bytes, err
 }
 
-// incremental measures a backup after a change of 1 % of a volume, in whole chunks.
-func (b *bench) incremental(ctx context.Context, dev string, size int64, folder string) error {
+// changePart changes 1 % of a volume, in whole chunks, and returns how many bytes these are.
+func changePart(dev string, size int64) (changed int64, err error) {
 	const chunk = 2 << 20
-	changed := max(size/chunk/100, 1)
+	n := max(size/chunk/100, 1)
 	f, err := os.OpenFile(dev, os.O_WRONLY, 0)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	defer f.Close()
 	buf := make([]byte, chunk)
-	for i := range changed {
+	for i := range n {
 		fillRandom(buf)
-		if _, err := f.WriteAt(buf, i*(size/chunk/changed)*chunk); err != nil {
-			return err
+		if _, err := f.WriteAt(buf, i*(size/chunk/n)*chunk); err != nil {
+			return 0, err
 		}
 	}
-	if err := f.Sync(); err != nil {
+	return n * chunk, f.Sync()
+}
+
+// incremental measures a backup after a change of 1 % of a volume, in whole chunks.
+func (b *bench) incremental(ctx context.Context, dev string, size int64, folder string) error {
+	changed, err := changePart(dev, size)
+	if err != nil {
 		return err
 	}
 	before, bytesBefore, err := objects(folder)
@@ -317,7 +335,7 @@ func (b *bench) incremental(ctx context.Context, dev string, size int64, folder 
 	}
 	b.addFigure("backup-incremental", "1 % changed", s.seconds, "s", "", 0, "from the request on, durable")
 	b.addFigure("backup-incremental-bytes", "1 % changed", float64(bytesAfter-bytesBefore)/1e6, "MB", "changed",
-		float64(changed*chunk)/1e6, "growth of the store")
+		float64(changed)/1e6, "growth of the store")
 	b.addFigure("backup-incremental-objects", "1 % changed", float64(after-before), "objects", "", 0,
 		"one PUT each in a bucket")
 	s, err = b.in.measure(func() error {
@@ -485,16 +503,20 @@ func (b *bench) sweep(ctx context.Context, folder string) error {
 	if err := b.in.client.List(ctx, &list, client.MatchingLabels{api.LabelVolume: backupVolume}); err != nil {
 		return err
 	}
-	began := time.Now()
-	for i := range list.Items {
-		if err := b.in.deleteBackup(ctx, list.Items[i].Name); err != nil {
-			return err
+	var t *api.BackupTarget
+	cost, err := b.in.measure(func() error {
+		began := time.Now()
+		for i := range list.Items {
+			if err := b.in.deleteBackup(ctx, list.Items[i].Name); err != nil {
+				return err
+			}
 		}
-	}
-	b.addFigure("backup-delete", fmt.Sprintf("%d backups", len(list.Items)), time.Since(began).Seconds(), "s", "", 0, "")
-	t, err := await.Until(ctx, b.in.client, api.DefaultBackupTarget, func(t *api.BackupTarget) (bool, error) {
-		last := t.Status.LastSweep
-		return t.Status.SweepRequested == nil && last != nil && !last.EndedAt.Time.Before(began.Truncate(time.Second)), nil
+		b.addFigure("backup-delete", fmt.Sprintf("%d backups", len(list.Items)), time.Since(began).Seconds(), "s", "", 0, "")
+		t, err = await.Until(ctx, b.in.client, api.DefaultBackupTarget, func(t *api.BackupTarget) (bool, error) {
+			last := t.Status.LastSweep
+			return t.Status.SweepRequested == nil && last != nil && !last.EndedAt.Time.Before(began.Truncate(time.Second)), nil
+		})
+		return err
 	})
 	if err != nil {
 		return err
@@ -503,8 +525,9 @@ func (b *bench) sweep(ctx context.Context, folder string) error {
 	if err != nil {
 		return err
 	}
-	b.addFigure("backup-sweep", "deletion to free space", time.Since(began).Seconds(), "s", "", 0,
+	b.addFigure("backup-sweep", "deletion to free space", cost.seconds, "s", "", 0,
 		"a sweep waits 30 s for further deletions")
+	b.addFigure("backup-sweep-cpu", "deletion to free space", cost.cpu, "s", "", 0, "processor time of the node's process")
 	b.addFigure("backup-sweep-freed", "bytes", float64(before-after)/1e6, "MB", "in the store", float64(before)/1e6,
 		t.Status.LastSweep.Message)
 	return nil

@@ -6,15 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
-	"sync/atomic"
 	"time"
 
-	"github.com/johannesboyne/gofakes3"
-	"github.com/johannesboyne/gofakes3/backend/s3mem"
 	"golang.org/x/sys/unix"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -30,11 +25,10 @@ import (
 
 // The store of the section, and its answers.
 const (
-	farTarget  = "far"
-	farBackup  = "far-backup"
-	farSize    = 100 << 30
-	farLatency = 20 * time.Millisecond
-	farKinds   = 32 // chunks that differ: the list of chunks has its full size, the store has 64 MiB
+	farTarget = "far"
+	farBackup = "far-backup"
+	farSize   = 100 << 30
+	farKinds  = 32 // chunks that differ: the list of chunks has its full size, the store has 64 MiB
 )
 
 // farDisk is a disk without holes, of few chunks in an order that does not repeat.
@@ -83,35 +77,26 @@ func (d *farDisk) ReadAt(p []byte, off int64) (n int, err error) {
 // firstRead measures the time from the request for a volume of a backup of 100 GiB to the first byte of its device.
 // Each request of the store takes 20 ms more than on loopback.
 func (b *bench) firstRead(ctx context.Context) error {
-	backend := s3mem.New()
-	if err := backend.CreateBucket("backups"); err != nil {
+	store, err := newBucket()
+	if err != nil {
 		return err
 	}
-	var far atomic.Bool
-	fast := gofakes3.New(backend).Server()
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if far.Load() {
-			time.Sleep(farLatency)
-		}
-		fast.ServeHTTP(w, r)
-	}))
-	defer server.Close()
+	defer store.server.Close()
 	disk := newFarDisk()
-	if err := fillFarStore(ctx, server.URL, filepath.Join(b.dir, "far-cache"), disk); err != nil {
+	if err := fillFarStore(ctx, store.server.URL, filepath.Join(b.dir, "far-cache"), disk); err != nil {
 		return fmt.Errorf("fill the store: %w", err)
 	}
-	if err := b.createFarTarget(ctx, server.URL); err != nil {
+	if err := b.createFarTarget(ctx, store); err != nil {
 		return err
 	}
-	far.Store(true)
+	store.far.Store(true)
 	for i, subject := range []string{"first", "second"} {
 		if err := b.readFar(ctx, disk, fmt.Sprintf("far-%d", i), subject); err != nil {
 			return err
 		}
 	}
-	far.Store(false)
-	_, err := runTool(ctx, b.in.drover, "target", "delete", farTarget, "--force", "--kubeconfig", b.in.kubeconfig)
-	return err
+	store.far.Store(false)
+	return b.forgetTarget(ctx, farTarget)
 }
 
 // fillFarStore makes a repository with the backup. cache is the folder of its index.
@@ -140,15 +125,8 @@ func fillFarStore(ctx context.Context, url, cache string, disk *farDisk) error {
 }
 
 // createFarTarget makes the target of the store, and waits for the object of the backup.
-func (b *bench) createFarTarget(ctx context.Context, url string) error {
-	secret := filepath.Join(b.dir, "far.env")
-	text := fmt.Appendf(nil, "AWS_ACCESS_KEY_ID=key\nAWS_SECRET_ACCESS_KEY=hush\nAWS_ENDPOINTS=%s\n"+
-		"BACKUP_PASSWORD=bench\n", url)
-	if err := os.WriteFile(secret, text, 0o600); err != nil {
-		return err
-	}
-	if _, err := runTool(ctx, b.in.drover, "target", "create", farTarget, "s3://backups@us-east-1/",
-		"--credentials-file", secret, "--kubeconfig", b.in.kubeconfig); err != nil {
+func (b *bench) createFarTarget(ctx context.Context, store *bucket) error {
+	if err := b.createBucketTarget(ctx, farTarget, store); err != nil {
 		return err
 	}
 	_, err := await.Until(ctx, b.in.client, farBackup, func(o *api.Backup) (bool, error) {

@@ -44,7 +44,7 @@ func main() {
 		"replication (or parts of it: members, cuts, kill, outage, rebuild), clones (or parts of it: linked, full-copy, "+
 		"merge), images (or parts of it: download, volumes, scale, formats, or formats by name, as qcow2-zlib), "+
 		"snapshots (or parts of it: pause, chains), backups (or the first backup and parts: incremental, restore, shared, "+
-		"day, guest, sweep, first-read, found)")
+		"day, guest, sweep, first-read, first-file, bucket, found)")
 	flag.Parse()
 	if o.long {
 		o.sizeMiB, o.rounds, o.seconds, o.objects = 1024, 5, 2, 1000

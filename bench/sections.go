@@ -34,6 +34,8 @@ func (b *bench) sections() []section {
 		{"snapshots", []string{"pause", "chains"}, b.snapshots},
 		{"backups", backupParts, b.backups},
 		{"backups", []string{"first-read"}, b.firstRead},
+		{"backups", []string{"first-file"}, b.firstFile},
+		{"backups", []string{"bucket"}, b.bucketBackups},
 		{"backups", []string{"found"}, func(ctx context.Context) error { return b.found(ctx, b.stored) }},
 		// Last, because the section stops its nodes.
 		{"replication", []string{"members", "cuts", "kill", "outage", "rebuild"}, b.replication},
