@@ -117,7 +117,7 @@ func (c *checker) checkFiles(ctx context.Context) error {
 
 // lostPacks are the packs of the index that the store does not have.
 func (c *checker) lostPacks(ctx context.Context) (lost []DamagedPack, err error) {
-	sizes, err := (&sweep{r: c.r}).listPacks(ctx)
+	packs, err := c.r.listPacks(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -126,7 +126,7 @@ func (c *checker) lostPacks(ctx context.Context) (lost []DamagedPack, err error)
 		return nil, err
 	}
 	for _, id := range names {
-		if _, ok := sizes[id]; ok {
+		if packs.find(id) != nil {
 			continue
 		}
 		_, err := c.r.store.Stat(ctx, packName(id)) // younger than the list, or lost

@@ -117,7 +117,7 @@ func BenchmarkMark(b *testing.B) {
 			b.ReportMetric(time.Since(start).Seconds(), "s-mark")
 			b.ReportMetric(processorSeconds(b)-begin, "cpu-s-mark")
 			b.ReportMetric(stop(), "MiB-mark")
-			b.ReportMetric(float64(len(v.packs)), "packs")
+			b.ReportMetric(float64(v.packs.countListed()), "packs")
 			v.close(&err)
 			return err
 		}))

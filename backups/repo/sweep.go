@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"maps"
 	"math"
-	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -15,7 +14,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
 	"drover.io/drover/backups/repo/index"
-	"drover.io/drover/backups/target"
 )
 
 // A sweep deletes the packs that no snapshot needs, in two steps, while sessions run:
@@ -138,21 +136,6 @@ func (s *sweep) checkPermission(ctx context.Context) error {
 	return nil
 }
 
-// listPacks returns the sizes of all packs in the store.
-func (s *sweep) listPacks(ctx context.Context) (map[blob.ID]int64, error) {
-	sizes := map[blob.ID]int64{}
-	err := s.r.store.List(ctx, dataFolder, func(o target.Object) error {
-		if id, err := blob.Parse(filepath.Base(o.Name)); err == nil && packName(id) == o.Name {
-			sizes[id] = o.Size
-		}
-		return nil
-	})
-	if err != nil {
-		return nil, api.Errorf(api.KindOf(err), "the packs cannot be listed: %w", err)
-	}
-	return sizes, nil
-}
-
 // hide is step 1. hidden are the packs that step 2 deletes if no snapshot needs them: hidden ones, and packs that no
 // index file names.
 func (s *sweep) hide(ctx context.Context) (hidden map[blob.ID]struct{}, err error) {
@@ -196,9 +179,9 @@ func (s *sweep) hide(ctx context.Context) (hidden map[blob.ID]struct{}, err erro
 			hidden[id] = struct{}{}
 		}
 	}
-	for id := range v.sizes {
-		if _, ok := v.packs[id]; !ok {
-			hidden[id] = struct{}{}
+	for p := range v.packs.all() {
+		if !p.indexed {
+			hidden[p.id] = struct{}{}
 		}
 	}
 	return hidden, nil
@@ -211,7 +194,7 @@ func (v *view) newlyNeeded(ctx context.Context, changes map[blob.ID]packChange) 
 	}
 	needed := map[blob.ID]packChange{}
 	for id, change := range changes {
-		if change == hidePack && v.packs[id].used > v.packs[id].planned {
+		if p := v.packs.find(id); change == hidePack && p.used > p.planned {
 			needed[id] = returnPack
 		}
 	}
@@ -316,7 +299,8 @@ func (s *sweep) deleteHidden(ctx context.Context, hidden map[blob.ID]struct{}) (
 	changes := map[blob.ID]packChange{}
 	var names []string
 	for id := range hidden {
-		p, indexed := v.packs[id]
+		p := v.packs.find(id)
+		indexed := p != nil && p.indexed
 		switch {
 		case indexed && !p.hidden: // a session wrote the index file since
 			continue
@@ -328,7 +312,9 @@ func (s *sweep) deleteHidden(ctx context.Context, hidden map[blob.ID]struct{}) (
 			changes[id] = dropPack
 		}
 		names = append(names, packName(id))
-		s.stats.FreedBytes += v.sizes[id]
+		if p != nil {
+			s.stats.FreedBytes += p.size
+		}
 	}
 	if err := s.rewriteIndex(ctx, v, changes); err != nil {
 		return err
@@ -354,26 +340,12 @@ func (s *sweep) deleteObjects(ctx context.Context, names []string) error {
 
 // view is the index of a moment, with the use of each pack.
 type view struct {
-	sizes    map[blob.ID]int64 // of the packs in the store, in bytes
-	blobs    *Blobs            // with hidden packs
+	blobs    *Blobs // with hidden packs
 	files    []namedFile
 	young    map[blob.ID]struct{} // files of sessions that run
 	sessions map[string]runningSession
 	marker   *marker
-	packs    map[blob.ID]*packUse
-}
-
-// packUse tells how much of a pack the snapshots need.
-type packUse struct {
-	hidden bool  // in every index file that names the pack
-	young  bool  // a session that runs has written the pack
-	lost   bool  // the store does not have the pack
-	marked bool  // a verification found the pack damaged
-	sealed int64 // bytes of all blobs
-	used   int64 // of those needed blobs that the index finds in the pack
-	files  []int // indexes in view.files
-
-	planned int64 // used, when the sweep decided to hide the pack
+	packs    *packUses
 }
 
 func (v *view) close(err *error) { *err = errors.Join(*err, v.blobs.Close()) }
@@ -381,8 +353,8 @@ func (v *view) close(err *error) { *err = errors.Join(*err, v.blobs.Close()) }
 // view lists the packs, then the index files, then the locks, then the snapshots. A pack is in the store before an
 // index file names the pack, and the session of an index file holds its lock until after its snapshot.
 func (s *sweep) view(ctx context.Context) (v *view, err error) {
-	v = &view{young: map[blob.ID]struct{}{}, packs: map[blob.ID]*packUse{}}
-	if v.sizes, err = s.listPacks(ctx); err != nil {
+	v = &view{young: map[blob.ID]struct{}{}}
+	if v.packs, err = s.r.listPacks(ctx); err != nil {
 		return nil, err
 	}
 	authors, err := s.readIndex(ctx, v)
@@ -403,8 +375,8 @@ func (s *sweep) view(ctx context.Context) (v *view, err error) {
 			v.young[f.id] = struct{}{}
 		}
 	}
-	for _, p := range v.packs {
-		for _, i := range p.files {
+	for p := range v.packs.indexed() {
+		for i := range v.packs.filesOf(p) {
 			_, young := v.young[v.files[i].id]
 			p.young = p.young || young
 		}
@@ -430,9 +402,9 @@ func (s *sweep) checkKnown(v *view) error {
 
 // checkLists refuses lists that a store with a fault may return: a sweep would delete every pack.
 func (s *sweep) checkLists(v *view) error {
-	if len(v.marker.snapshots) == 0 && len(v.sizes) > 0 && !s.o.Empty {
+	if n := v.packs.countListed(); len(v.marker.snapshots) == 0 && n > 0 && !s.o.Empty {
 		return api.Errorf(api.Unavailable, "the store lists %d packs, %d index files and %d snapshots; "+
-			"check the folder or bucket of the target", len(v.sizes), len(v.files), len(v.marker.snapshots))
+			"check the folder or bucket of the target", n, len(v.files), len(v.marker.snapshots))
 	}
 	return nil
 }
@@ -456,11 +428,9 @@ func (s *sweep) readIndex(ctx context.Context, v *view) (authors []string, err e
 				marks = append(marks, p.ID)
 				return b.Add(p)
 			}
-			use := v.packs[p.ID]
-			if use == nil {
-				use = &packUse{hidden: true}
-				v.packs[p.ID] = use
-				if use.lost, err = s.isLost(ctx, v, p.ID); err != nil {
+			use, first := v.packs.addFile(p.ID, i)
+			if first {
+				if use.lost, err = s.isLost(ctx, use); err != nil {
 					return err
 				}
 			}
@@ -470,7 +440,6 @@ func (s *sweep) readIndex(ctx context.Context, v *view) (authors []string, err e
 			}
 			use.sealed = max(use.sealed, sealed)
 			use.hidden = use.hidden && p.Hidden
-			use.files = append(use.files, i)
 			if use.lost { // other packs may have the blobs
 				return nil
 			}
@@ -481,7 +450,7 @@ func (s *sweep) readIndex(ctx context.Context, v *view) (authors []string, err e
 		}
 	}
 	for _, id := range marks {
-		if use := v.packs[id]; use != nil {
+		if use := v.packs.findIndexed(id); use != nil {
 			use.marked = true
 		}
 	}
@@ -496,11 +465,11 @@ func (s *sweep) readIndex(ctx context.Context, v *view) (authors []string, err e
 
 // isLost reports whether the store does not have a pack. A pack that is younger than the list of packs is not in the
 // list.
-func (s *sweep) isLost(ctx context.Context, v *view, id blob.ID) (bool, error) {
-	if _, listed := v.sizes[id]; listed {
+func (s *sweep) isLost(ctx context.Context, p *packUse) (bool, error) {
+	if p.listed {
 		return false, nil
 	}
-	_, err := s.r.store.Stat(ctx, packName(id))
+	_, err := s.r.store.Stat(ctx, packName(p.id))
 	if api.Is(err, api.NotFound) {
 		return true, nil
 	}
@@ -512,18 +481,22 @@ func (v *view) countUse(ctx context.Context) error {
 	if err := v.marker.catchUp(ctx); err != nil {
 		return err
 	}
-	for _, p := range v.packs {
+	for p := range v.packs.all() {
 		p.used = 0
 	}
-	table := v.marker.table
-	names, err := table.Packs()
+	packs, err := v.packsByNumber()
 	if err != nil {
 		return err
 	}
-	return table.Each(func(row index.Row) error {
+	return v.marker.table.Each(func(row index.Row) error {
 		if v.marker.marks.has(row.Number) {
-			v.packs[names[row.Pack]].used += int64(row.Length)
+			packs[row.Pack].used += int64(row.Length)
 		}
 		return nil
 	})
+}
+
+// packsByNumber are the packs of the table by their numbers there.
+func (v *view) packsByNumber() (packs []*packUse, err error) {
+	return packs, v.marker.table.EachPack(func(id blob.ID) { packs = append(packs, v.packs.find(id)) })
 }

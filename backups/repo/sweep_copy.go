@@ -63,13 +63,13 @@ func (s *sweep) copyBlobs(ctx context.Context, v *view, packs []blob.ID) (copied
 
 // neededBlobs are the marked blobs of packs, in the order of their offsets, of as many packs as copyLimit allows.
 func (v *view) neededBlobs(packs []blob.ID) (map[blob.ID][]*foundBlob, error) {
-	names, err := v.marker.table.Packs()
+	byNumber, err := v.packsByNumber()
 	if err != nil {
 		return nil, err
 	}
 	// The packs with the least to copy come first.
 	slices.SortFunc(packs, func(a, b blob.ID) int {
-		return cmp.Or(cmp.Compare(v.packs[a].used, v.packs[b].used), bytes.Compare(a[:], b[:]))
+		return cmp.Or(cmp.Compare(v.packs.find(a).used, v.packs.find(b).used), bytes.Compare(a[:], b[:]))
 	})
 	counts := map[blob.ID]int{}
 	for _, id := range packs {
@@ -77,7 +77,7 @@ func (v *view) neededBlobs(packs []blob.ID) (map[blob.ID][]*foundBlob, error) {
 	}
 	each := func(row func(id blob.ID, e pack.Entry)) error {
 		return v.marker.table.Each(func(r index.Row) error {
-			id := names[r.Pack]
+			id := byNumber[r.Pack].id
 			if _, ok := counts[id]; ok && v.marker.marks.has(r.Number) {
 				row(id, r.Entry)
 			}

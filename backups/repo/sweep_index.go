@@ -28,7 +28,8 @@ const (
 func (s *sweep) plan(ctx context.Context, v *view) (map[blob.ID]packChange, error) {
 	changes := map[blob.ID]packChange{}
 	var sparse []blob.ID
-	for id, p := range v.packs {
+	for p := range v.packs.indexed() {
+		id := p.id
 		switch {
 		case p.young && p.used == 0:
 			s.stats.SessionPacks++
@@ -48,10 +49,11 @@ func (s *sweep) plan(ctx context.Context, v *view) (map[blob.ID]packChange, erro
 		return nil, err
 	}
 	for _, id := range copied {
-		changes[id], v.packs[id].planned = hidePack, v.packs[id].used
+		p := v.packs.find(id)
+		changes[id], p.planned = hidePack, p.used
 	}
 	for id, change := range changes {
-		if change == hidePack && !v.packs[id].hidden {
+		if change == hidePack && !v.packs.find(id).hidden {
 			s.stats.HiddenPacks++
 		}
 	}
@@ -91,7 +93,7 @@ func (s *sweep) writeIndex(ctx context.Context, v *view, changes map[blob.ID]pac
 	for _, f := range files {
 		_, err := s.r.scanIndexFile(ctx, f, func(p index.Pack) error {
 			if p.Damaged {
-				if v.packs[p.ID] == nil || changes[p.ID] == dropPack || marked[p.ID] {
+				if v.packs.findIndexed(p.ID) == nil || changes[p.ID] == dropPack || marked[p.ID] {
 					return nil // the pack is deleted
 				}
 				marked[p.ID] = true
@@ -126,7 +128,7 @@ func (s *sweep) writeIndex(ctx context.Context, v *view, changes map[blob.ID]pac
 
 // change makes the entry of a new index file out of that of an old one.
 func (v *view) change(p *index.Pack, change packChange) {
-	hidden := v.packs[p.ID].hidden && change != returnPack || change == hidePack
+	hidden := v.packs.find(p.ID).hidden && change != returnPack || change == hidePack
 	if hidden && !p.Hidden {
 		p.Time = time.Now()
 	}
@@ -137,11 +139,11 @@ func (v *view) change(p *index.Pack, change packChange) {
 func (v *view) replacedFiles(changes map[blob.ID]packChange) (files []namedFile) {
 	replaced := make([]bool, len(v.files))
 	for id, change := range changes {
-		p := v.packs[id]
+		p := v.packs.findIndexed(id)
 		if p == nil || change == hidePack && p.hidden {
 			continue // another program took the pack out of the index, or the pack is hidden already
 		}
-		for _, i := range p.files {
+		for i := range v.packs.filesOf(p) {
 			replaced[i] = true
 		}
 	}

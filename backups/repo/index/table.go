@@ -245,10 +245,16 @@ func (t *Table) Each(row func(Row) error) error {
 	}
 }
 
-// Packs are the names of all packs. A pack that two index files name is there twice.
+// Packs are the names of all packs, as EachPack has them.
 func (t *Table) Packs() (names []blob.ID, err error) {
-	return names, t.each(t.packs, func(item []byte) error {
-		names = append(names, blob.ID(item[:idSize]))
+	return names, t.EachPack(func(id blob.ID) { names = append(names, id) })
+}
+
+// EachPack calls pack with the names of all packs, in the order of their numbers. A pack that two index files name is
+// there twice. Errors are those of Has.
+func (t *Table) EachPack(pack func(blob.ID)) error {
+	return t.each(t.packs, func(item []byte) error {
+		pack(blob.ID(item[:idSize]))
 		return nil
 	})
 }
