@@ -9,6 +9,7 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack/diskfs"
+	"drover.io/drover/replicas/stack/layer"
 )
 
 // An image of a snapshot names the snapshot's layers. A pin keeps the layers that a backup reads until the backup ends.
@@ -42,14 +43,36 @@ func (d *Disk) holdLayers(ctx context.Context, p Pin, replica, snapshot string) 
 	if p, err = d.Pin(ctx, p, replica, snapshot); err != nil {
 		return nil, 0, err
 	}
-	for _, uid := range p.Layers {
-		n, _, err := d.LayerSize(uid)
-		if err != nil {
-			return nil, 0, err
-		}
-		size = max(size, n)
+	size, err = d.StackSize(p.Layers)
+	return p.Layers, size, err
+}
+
+// snapshotLayers finds the layers of a snapshot of a replica, bottom first, and the size of the snapshot.
+func (d *Disk) snapshotLayers(replica string, s block.SnapshotCut) (layers []string, size int64, err error) {
+	m, err := d.Stack(replica)
+	if err != nil {
+		return nil, 0, err
 	}
-	return p.Layers, size, nil
+	k := m.findCut(s)
+	if k < 0 {
+		return nil, 0, api.Errorf(api.NotFound, "replica %s has no snapshot %s", replica, s.UID)
+	}
+	if layers, err = m.Chain(m.Snapshots[k].Layer); err == nil {
+		size, err = d.StackSize(layers)
+	}
+	return layers, size, err
+}
+
+// OpenSnapshot implements block.SnapshotDisk. The locks on the open layers keep merges out.
+func (d *Disk) OpenSnapshot(replica string, s block.SnapshotCut) (src block.Source, err error) {
+	err = layer.RetryMerged(func() error {
+		layers, size, err := d.snapshotLayers(replica, s)
+		if err == nil {
+			src, err = d.OpenStack(layers, size)
+		}
+		return err
+	})
+	return src, err
 }
 
 // Name implements block.Exporter.

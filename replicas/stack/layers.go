@@ -33,6 +33,8 @@ var (
 	ErrNotFetched = layer.ErrNotFetched
 	// ErrDamaged answers a read of blocks that differ from their digest.
 	ErrDamaged = layer.ErrDamaged
+
+	errRead = layer.ErrRead
 )
 
 // Probe checks that the file system at path keeps the map of a head.

@@ -45,21 +45,13 @@ func (r *Replica) Merge(ctx context.Context, o MergeOptions) (bool, error) {
 		return false, r.nameError(api.Errorf(api.Busy, "a merge is in progress"))
 	}
 	defer r.merging.Unlock()
-	if err := r.mergePicker().checkPairs(ctx, o); err != nil {
-		return false, r.nameError(diskfs.Classify(err))
-	}
-	w, err := r.beginMerge()
-	if errors.Is(err, errRead) {
-		diskfs.AwaitForks()
-		w, err = r.beginMerge()
-	}
-	for wait := diskfs.ForkTime / 8; errors.Is(err, errRead) && wait <= diskfs.ForkTime; wait *= 2 {
-		select { // a process between fork and exec may have the layers open
-		case <-time.After(wait):
-		case <-ctx.Done():
-			return false, ctx.Err()
-		}
-		w, err = r.beginMerge()
+	var w *merger
+	err := layer.AwaitReaders(ctx, func() error { return r.mergePicker().checkPairs(ctx, o) })
+	if err == nil {
+		err = layer.AwaitReaders(ctx, func() (err error) {
+			w, err = r.beginMerge()
+			return err
+		})
 	}
 	if errors.Is(err, errRead) {
 		return false, nil
@@ -130,9 +122,6 @@ func (r *Replica) isOpen() error {
 	return r.unsure
 }
 
-// errRead: a reader has the layers open.
-var errRead = errors.New("a reader has the layers open")
-
 // beginMerge picks two layers, or the recorded merge, and makes sure that no other process has the layers.
 func (r *Replica) beginMerge() (_ *merger, err error) {
 	if m := r.Meta(); m.Merge == nil && len(m.Layers) > 1 {
@@ -153,6 +142,9 @@ func (r *Replica) beginMerge() (_ *merger, err error) {
 	g := m.Merge
 	if g == nil {
 		if g, err = r.mergePicker().choosePair(m); g == nil || err != nil {
+			return nil, err
+		}
+		if err := d.CheckUnread(g.Lower, g.Upper); err != nil {
 			return nil, err
 		}
 		err := errors.Join(r.adoptFinished(g.Lower), r.adoptFinished(g.Upper),

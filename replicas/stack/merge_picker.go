@@ -88,6 +88,9 @@ func (p mergePicker) checkPair(ctx context.Context, o MergeOptions) (again bool,
 		return false, err
 	}
 	uids := []string{g.Lower, g.Upper}
+	if err := d.CheckUnread(uids...); err != nil { // before the layers are read in vain
+		return false, err
+	}
 	if !g.Up {
 		slices.Reverse(uids)
 	}

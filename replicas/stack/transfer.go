@@ -63,43 +63,21 @@ func OpenLayers(disks []*Disk, layers []string, size int64) (block.Source, error
 }
 
 // Changes lists the blocks that differ between two snapshots of a replica; without a base, the blocks of the target.
-func (d *Disk) Changes(replica string, base, target block.SnapshotCut) (*Delta, error) {
-	for tries := 0; ; tries++ {
-		m, err := d.Stack(replica)
-		if err != nil {
-			return nil, err
-		}
-		chain := func(c block.SnapshotCut) ([]string, error) {
-			k := m.findCut(c)
-			if k < 0 {
-				return nil, api.Errorf(api.NotFound, "replica %s has no snapshot %s", replica, c.UID)
-			}
-			return m.Chain(m.Snapshots[k].Layer)
-		}
+func (d *Disk) Changes(replica string, base, target block.SnapshotCut) (x *Delta, err error) {
+	err = layer.RetryMerged(func() error {
 		var from []string
 		if base.UID != "" {
-			if from, err = chain(base); err != nil {
-				return nil, err
+			if from, _, err = d.snapshotLayers(replica, base); err != nil {
+				return err
 			}
 		}
-		to, err := chain(target)
-		if err != nil {
-			return nil, err
-		}
-		size := int64(0)
-		if len(to) > 0 {
-			if size, _, err = d.LayerSize(to[len(to)-1]); err != nil && !api.Is(err, api.NotFound) {
-				return nil, err
-			}
-		}
-		var x *Delta
+		to, size, err := d.snapshotLayers(replica, target)
 		if err == nil {
 			x, err = d.Delta(from, to, size)
 		}
-		if !api.Is(err, api.NotFound) || tries == 3 { // else a merge was faster
-			return x, err
-		}
-	}
+		return err
+	})
+	return x, err
 }
 
 // OpenView opens a whole replica for reading. A view and an opener for I/O exclude each other with kind busy.

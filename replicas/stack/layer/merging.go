@@ -1,6 +1,7 @@
 package layer
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
@@ -9,6 +10,7 @@ import (
 	"log/slog"
 	"os"
 	"slices"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -117,6 +119,51 @@ func (g *Merge) Values(k int) (from, to uint16) {
 // Unmark removes the mark of a merge from a layer.
 func (d *Store) Unmark(uid string) error {
 	return d.FS.Remove(d.Join(Dir, uid, MergingFile))
+}
+
+// ErrRead: a reader has layers open that shall be merged.
+var ErrRead = errors.New("a reader has the layers open")
+
+// readersTime is how long a merge waits for readers that have the layers open for moments, such as heals.
+const readersTime = 6 * time.Second
+
+// AwaitReaders calls begin, and again for some seconds while begin returns ErrRead.
+func AwaitReaders(ctx context.Context, begin func() error) error {
+	err := begin()
+	if errors.Is(err, ErrRead) { // a process between fork and exec may have the layers open
+		diskfs.AwaitForks()
+		err = begin()
+	}
+	for wait, end := diskfs.ForkTime/8, time.Now().Add(readersTime); errors.Is(err, ErrRead) && time.Now().Before(end); {
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+		wait = min(2*wait, 2*diskfs.ForkTime)
+		err = begin()
+	}
+	return err
+}
+
+// CheckUnread returns ErrRead while others than the owner have one of the layers open.
+func (d *Store) CheckUnread(uids ...string) error {
+	free, done, err := d.Unread(uids...)
+	done()
+	if err == nil && !free {
+		err = ErrRead
+	}
+	return err
+}
+
+// RetryMerged calls do again if a merge was faster than do: a layer does not exist any more.
+func RetryMerged(do func() error) (err error) {
+	for range 4 {
+		if err = do(); !api.Is(err, api.NotFound) {
+			return err
+		}
+	}
+	return err
 }
 
 // Unread reports whether only the owner has the layers open, and keeps readers out until done is called. Later readers

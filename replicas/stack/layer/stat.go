@@ -112,6 +112,18 @@ func (d *Store) SizeOnDisk(name string) (int64, error) {
 	return diskfs.Allocated(st), nil
 }
 
+// StackSize is the size of the largest of some layers.
+func (d *Store) StackSize(layers []string) (size int64, err error) {
+	for _, uid := range layers {
+		n, _, err := d.LayerSize(uid)
+		if err != nil {
+			return 0, err
+		}
+		size = max(size, n)
+	}
+	return size, nil
+}
+
 // LackingOf returns the layers that are not on this disk.
 func (d *Store) LackingOf(layers []string) (none []string, err error) {
 	for _, uid := range layers {

@@ -78,12 +78,25 @@ func (d *Store) LayerNames() (names []string, err error) {
 
 // Sums reads the file of digests of a finished layer.
 func (d *Store) Sums(uid string) ([]byte, error) {
+	return d.readSums(uid, func(chunks int64) (off, n int64) { return 0, sumsHeader + chunks*sumSize })
+}
+
+// ChunkDigests implements block.LayerReader.
+func (d *Store) ChunkDigests(uid string, first, n int64) ([]byte, error) {
+	return d.readSums(uid, func(chunks int64) (int64, int64) {
+		return sumsHeader + first*sumSize, min(max(chunks-first, 0), n) * sumSize
+	})
+}
+
+// readSums reads a part of the file of digests of a finished layer. part says which, for a number of chunks.
+func (d *Store) readSums(uid string, part func(chunks int64) (off, n int64)) ([]byte, error) {
 	rec, err := d.Record(uid)
 	if err == nil {
 		var h file.Handle
 		if h, err = d.FS.Open(d.Join(Dir, uid, SumsFile), os.O_RDONLY, 0); err == nil {
-			b := make([]byte, sumsHeader+(rec.Size+chunkSize-1)/chunkSize*sumSize)
-			_, err = h.ReadAt(b, 0)
+			off, n := part((rec.Size + chunkSize - 1) / chunkSize)
+			b := make([]byte, n)
+			_, err = h.ReadAt(b, off)
 			if err = errors.Join(err, h.Close()); err == nil {
 				return b, nil
 			}
