@@ -1,16 +1,13 @@
 package backups
 
 import (
-	"cmp"
 	"context"
-	"log/slog"
 
 	ctrl "sigs.k8s.io/controller-runtime"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host"
 	"drover.io/drover/backups/host/heal"
-	"drover.io/drover/backups/host/holders"
 	"drover.io/drover/backups/host/images"
 	"drover.io/drover/backups/host/restore"
 	"drover.io/drover/backups/host/targets"
@@ -23,8 +20,7 @@ import (
 func SetupNode(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDisk, error), o host.Options) (
 	open func(ctx context.Context, url string) (block.Backup, error), err error) {
 	disks, pacer := host.WatchDisks(disks), o.NewPacer(mgr.GetClient())
-	healer := &heal.Disks{Live: mgr.GetAPIReader(), Node: node, Disk: disks, Holders: &holders.Set{}, Pacer: pacer,
-		Log: cmp.Or(o.Log, slog.Default())}
+	healer := &heal.Disks{Live: mgr.GetAPIReader(), Node: node, Disk: disks, Pacer: pacer}
 	o.Targets.Heal = healer.Heal
 	if o.OpenDisk != nil {
 		local := &images.Disks{Reader: mgr.GetClient(), Node: node, Disk: disks}
@@ -34,7 +30,7 @@ func SetupNode(mgr ctrl.Manager, node string, disks func(api.UID) (block.Snapsho
 	if err != nil {
 		return nil, err
 	}
-	if err := host.Setup(mgr, node, disks, repositories, healer.Holders, pacer, o); err != nil {
+	if err := host.Setup(mgr, node, disks, repositories, pacer, o); err != nil {
 		return nil, err
 	}
 	backups := &restore.Backups{Reader: mgr.GetClient(), Repositories: repositories}

@@ -208,6 +208,10 @@ type SnapshotDisk interface {
 	// HoldLayers keeps layers, of an image for example, for holder as HoldSnapshot does. An error of kind busy: a layer is
 	// being merged, or has no reference on the disk.
 	HoldLayers(ctx context.Context, holder, name string, layers []string) error
+	// OpenSnapshot opens the layers of a snapshot in a replica as OpenStack does, without a hold: the open layers stay
+	// readable, and are not merged before the source is closed, so a caller who needs long holds the snapshot. Errors of
+	// kind not found: as HoldSnapshot, or the disk lacks a layer. An error of kind busy: a layer is being cut or merged.
+	OpenSnapshot(replica string, snapshot SnapshotCut) (Source, error)
 	// ReleaseSnapshot ends the hold of a holder, and removes the layers without another reference. No hold: no error.
 	ReleaseSnapshot(holder string) error
 	// HeldSnapshots returns the names of the holders, by holder. After an error some holders may be missing.

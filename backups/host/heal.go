@@ -36,13 +36,14 @@ func (m *maker) healVolume(ctx context.Context, opened *targets.Opened, b *api.B
 	if len(damaged) == 0 {
 		return nil
 	}
-	sources := func(_ context.Context, d manifest.Description) iter.Seq2[block.DigestSource, error] {
-		return func(yield func(block.DigestSource, error) bool) {
+	open := func(context.Context) (block.Source, error) { return openSource{src}, nil }
+	sources := mover.Sources{AtPlaces: func(_ context.Context, d manifest.Description) iter.Seq2[mover.OpenSource, error] {
+		return func(yield func(mover.OpenSource, error) bool) {
 			if d.Kind == manifest.Volume && d.Name == b.Spec.Volume {
-				yield(src, nil)
+				yield(open, nil)
 			}
 		}
-	}
+	}}
 	healed, err := mover.Heal(ctx, opened.Repository, damaged, o, sources)
 	if healed > 0 {
 		m.log.Info("damaged backups of the volume were healed", "backup", b.Name, "blobs", healed)
@@ -50,3 +51,9 @@ func (m *maker) healVolume(ctx context.Context, opened *targets.Opened, b *api.B
 	}
 	return err
 }
+
+// openSource is a source that its opener closes.
+type openSource struct{ block.DigestSource }
+
+// Close implements io.Closer.
+func (openSource) Close() error { return nil }

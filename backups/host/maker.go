@@ -35,7 +35,7 @@ type maker struct {
 	opts         Options
 	events       recorder.EventRecorder
 	log          *slog.Logger
-	holders      *holders.Set // of works, and of heals
+	holders      *holders.Set // of works
 	works        *workSet
 	pacer        *pace.Pacer
 	places       semaphore.Set[struct{}]

@@ -23,13 +23,13 @@ import (
 )
 
 // Setup adds the maker of a node's backups, and the reconciler of copies, to a manager. disks finds a disk of the node
-// by its UID. h has the holds of all of the process's works.
+// by its UID.
 func Setup(mgr ctrl.Manager, node string, disks func(api.UID) (block.SnapshotDisk, error),
-	repositories *targets.Repositories, h *holders.Set, pacer *pace.Pacer, o Options) error {
+	repositories *targets.Repositories, pacer *pace.Pacer, o Options) error {
 	o = o.withDefaults()
 	m := &maker{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, disks: disks, repositories: repositories,
-		opts: o, events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backups"), holders: h,
-		works: newWorkSet(), pacer: pacer}
+		opts: o, events: mgr.GetEventRecorder("drover-node-backups"), log: o.Log.With("loop", "backups"),
+		holders: &holders.Set{}, works: newWorkSet(), pacer: pacer}
 	if err := copies.Setup(mgr, node, repositories, copies.Options{Log: o.Log, Version: o.Version,
 		RetryMin: o.RetryMin, RetryMax: o.RetryMax, ProgressEvery: o.ProgressEvery, Now: time.Now}); err != nil {
 		return err

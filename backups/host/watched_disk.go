@@ -61,9 +61,18 @@ func (d watchedDisk) HeldSnapshots() (map[string]string, error) {
 
 // OpenStack implements block.SnapshotDisk.
 func (d watchedDisk) OpenStack(layers []string, size int64) (block.Source, error) {
-	src, err := watched.Open(d.watch, func() (block.Source, error) { return d.SnapshotDisk.OpenStack(layers, size) })
+	return d.open(func() (block.Source, error) { return d.SnapshotDisk.OpenStack(layers, size) })
+}
+
+// OpenSnapshot implements block.SnapshotDisk.
+func (d watchedDisk) OpenSnapshot(replica string, s block.SnapshotCut) (block.Source, error) {
+	return d.open(func() (block.Source, error) { return d.SnapshotDisk.OpenSnapshot(replica, s) })
+}
+
+func (d watchedDisk) open(open func() (block.Source, error)) (block.Source, error) {
+	src, err := watched.Open(d.watch, open)
 	if err != nil {
-		return nil, err
+		return nil, err // not a nil *watched.Source in the interface
 	}
 	return src, nil
 }
@@ -71,8 +80,10 @@ func (d watchedDisk) OpenStack(layers []string, size int64) (block.Source, error
 // LayerNames implements block.LayerReader.
 func (d watchedDisk) LayerNames() ([]string, error) { return d.layers.LayerNames() }
 
-// Sums implements block.LayerReader.
-func (d watchedDisk) Sums(uid string) ([]byte, error) { return d.layers.Sums(uid) }
+// ChunkDigests implements block.LayerReader.
+func (d watchedDisk) ChunkDigests(uid string, first, n int64) ([]byte, error) {
+	return d.layers.ChunkDigests(uid, first, n)
+}
 
 // Open implements block.LayerReader.
 func (d watchedDisk) Open(uid string) (block.Source, error) { return d.layers.Open(uid) }

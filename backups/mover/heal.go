@@ -7,6 +7,7 @@ import (
 	"io"
 	"iter"
 	"syscall"
+	"time"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/manifest"
@@ -16,17 +17,39 @@ import (
 	"drover.io/drover/block/pace"
 )
 
-// Sources yields the sources that may have chunks of a volume or image, at the places of a backup. Each source is open
-// until the loop continues. An error stands for a source that may have chunks and cannot be opened.
-type Sources func(ctx context.Context, d manifest.Description) iter.Seq2[block.DigestSource, error]
+// Sources are where Heal looks for chunks. An error of an iteration stands for sources that may have chunks.
+type Sources struct {
+	// AtPlaces yields the sources that may have chunks of a volume or image at the places of a backup.
+	AtPlaces func(ctx context.Context, d manifest.Description) iter.Seq2[OpenSource, error]
+	// Disks yields the disks whose layers may have chunks at any place; nil: none.
+	Disks func(ctx context.Context) iter.Seq2[block.LayerReader, error]
+}
 
-// healedAtOnce is how many chunks Heal looks for in each source, before it opens the sources again.
-const healedAtOnce = 1024
+// OpenSource opens a source for some moments; Heal opens a source several times. An error of kind not found or corrupt:
+// the source has no chunks. An error of kind busy: layers of the source are being cut or merged.
+type OpenSource func(ctx context.Context) (block.Source, error)
+
+// Bounds of Heal.
+const (
+	lostAtOnce  = 1024    // chunks that Heal looks for in each source at their places
+	wantedLimit = 8192    // chunks that Heal looks for in one pass over the digests of all layers
+	knownLimit  = 1 << 16 // chunks that Heal remembers as missing
+	digestsRead = 1 << 15 // digests in one read: 1 MiB
+	// Merges wait for open layers. While openTime lasts, a source stays open; when sources were open for openTime
+	// together without a pause of closedTime, Heal makes this pause.
+	openTime   = time.Second
+	closedTime = time.Second
+)
 
 // Heal stores lost blobs of chunks again, as far as sources have the chunks, and returns the number of durable blobs,
 // also with an error: a chunk or a source could not be read, or the repository did not answer, and a later Heal may
-// store more. A fragment is cut out of the chunk. Heal leaves damaged lists of chunks as they are: a full backup of the
-// same content writes these lists again. Heal skips snapshots of other programs. Guests go first.
+// store more. An error of kind busy is no failure: layers that may have chunks are being cut or merged, and a later
+// Heal finds the chunks in the results. A fragment is cut out of the chunk. Heal leaves damaged lists of chunks as
+// they are: a full backup of the same content writes these lists again. Heal skips snapshots of other programs.
+// Guests go first.
+//
+// No source is open while Heal stores chunks, so a slow store delays no merge: Heal reads as many chunks at once as
+// o.Beside has room for, at least one.
 func Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.WriterOptions, sources Sources) (
 	healed int64, err error) {
 	lock, err := r.Lock(ctx, repo.Shared)
@@ -46,16 +69,24 @@ func Heal(ctx context.Context, r *repo.Repository, snapshots []blob.ID, o repo.W
 	}
 	defer func() { err = errors.Join(err, w.Close()) }()
 	defer o.Pacer.Begin()()
-	h := &healing{w: w, pacer: o.Pacer, sources: sources, missing: map[chunkPlace]bool{}}
+	h := &healing{w: w, pacer: o.Pacer, sources: sources, missing: map[chunkPlace]bool{},
+		wanted: map[blob.ID]*lostChunk{}, nowhere: map[blob.ID]bool{},
+		buffers: make([][]byte, max(o.Beside/block.ChunkSize, 1))}
 	for _, id := range snapshots {
 		if err = h.healSnapshot(lock.Context(), r, blobs, id); err != nil {
 			break
 		}
 	}
+	if err == nil {
+		err = h.searchLayers(lock.Context())
+	}
 	if flushErr := w.Flush(lock.Context()); flushErr != nil {
 		return 0, errors.Join(err, flushErr)
 	}
-	return h.healed, errors.Join(err, h.unread)
+	if err = errors.Join(err, h.unread); err == nil && h.left > 0 {
+		err = h.busy
+	}
+	return h.healed, err
 }
 
 // healing is the state of a Heal.
@@ -63,10 +94,17 @@ type healing struct {
 	w       *repo.Writer
 	pacer   *pace.Pacer
 	sources Sources
-	missing map[chunkPlace]bool // chunks that no source has there, or can read
-	unread  error               // of the first chunk or source that could not be read
-	buffer  []byte
+	missing map[chunkPlace]bool    // chunks that no source has there, or can read
+	wanted  map[blob.ID]*lostChunk // missing chunks to look for at other places, by digest
+	tails   []*lostChunk           // of wanted, with an end within a block
+	nowhere map[blob.ID]bool       // chunks that no layer has
+	left    int                    // how many chunks stayed missing
+	unread  error                  // of the first chunk or source that could not be read
+	busy    error                  // of the first source that was busy
+	buffers [][]byte               // of a batch; nil: not allocated
 	healed  int64
+	opened  time.Duration // how long sources were open since the last pause
+	closed  time.Time     // of the last source
 }
 
 // chunkPlace is a chunk at a place of a volume or image. Two volumes may have the same chunk, and a disk may have only
@@ -83,6 +121,7 @@ type lostChunk struct {
 	place  chunkPlace
 	length int64
 	parts  []manifest.Part // the lost ones
+	at     int64           // number of the chunk in the source to read
 }
 
 // healSnapshot heals a backup.
@@ -112,12 +151,15 @@ func (h *healing) healBackup(ctx context.Context, m *manifest.Manifest) error {
 		}
 		for i := range chunks {
 			number := segment*manifest.SegmentChunks + int64(i)
-			c := lostChunk{chunkPlace{m.Kind, m.Name, number, chunks[i].Digest}, manifest.ChunkLength(m.Size, number), nil}
+			c := lostChunk{place: chunkPlace{m.Kind, m.Name, number, chunks[i].Digest},
+				length: manifest.ChunkLength(m.Size, number), at: number}
 			if c.parts, err = h.lostParts(ctx, &chunks[i], c.length); err != nil {
 				return err
 			}
 			switch {
-			case len(c.parts) == 0 || h.missing[c.place]:
+			case len(c.parts) == 0:
+			case h.missing[c.place]:
+				h.want(&c)
 			case c.place.digest == manifest.Zeros(c.length).Digest:
 				if err := h.storeLost(ctx, &c, make([]byte, c.length)); err != nil {
 					return err
@@ -126,7 +168,7 @@ func (h *healing) healBackup(ctx context.Context, m *manifest.Manifest) error {
 				lost = append(lost, c)
 			}
 		}
-		if len(lost) >= healedAtOnce {
+		if len(lost) >= lostAtOnce {
 			if err := h.healLost(ctx, m.Description, lost); err != nil {
 				return err
 			}
@@ -148,21 +190,31 @@ func (h *healing) lostParts(ctx context.Context, c *manifest.Chunk, length int64
 	return lost, nil
 }
 
-// healLost looks for chunks of one volume or image in its sources. A chunk is missing if each source lacks the chunk or
-// has a bad sector there.
+// healLost looks for chunks of one volume or image in its sources, at the places of the chunks. A chunk is missing if
+// each source lacks the chunk or has a bad sector there. Busy sources come last: a cut has ended then.
 func (h *healing) healLost(ctx context.Context, d manifest.Description, lost []lostChunk) (err error) {
 	if len(lost) == 0 {
 		return nil
 	}
 	answered := true
-	for src, failure := range h.sources(ctx, d) {
+	var busy []OpenSource
+	for open, failure := range h.sources.AtPlaces(ctx, d) {
 		if failure == nil {
-			lost, failure, err = h.takeFrom(ctx, src, lost)
+			lost, failure, err = h.takeFrom(ctx, open, lost)
 		}
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
+		switch {
+		case err != nil || len(lost) == 0:
+			return err
+		case api.Is(failure, api.Busy) && open != nil:
+			busy = append(busy, open)
+		case failure != nil:
+			answered = false
+			h.noteUnread(failure)
 		}
-		if err != nil || len(lost) == 0 {
+	}
+	for _, open := range busy {
+		var failure error
+		if lost, failure, err = h.takeFrom(ctx, open, lost); err != nil || len(lost) == 0 {
 			return err
 		}
 		if failure != nil {
@@ -170,54 +222,140 @@ func (h *healing) healLost(ctx context.Context, d manifest.Description, lost []l
 			h.noteUnread(failure)
 		}
 	}
-	if answered {
-		for i := range lost {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	if len(h.missing)+len(lost) > knownLimit {
+		clear(h.missing) // costs repeated searches
+	}
+	for i := range lost {
+		if answered {
 			h.missing[lost[i].place] = true
 		}
+		h.want(&lost[i])
+	}
+	if len(h.wanted) >= wantedLimit {
+		return h.searchLayers(ctx)
 	}
 	return nil
 }
 
-func (h *healing) noteUnread(err error) {
-	if h.unread == nil {
-		h.unread = err
+// noteUnread notes the failure of a source.
+func (h *healing) noteUnread(failure error) {
+	if api.Is(failure, api.Busy) {
+		h.busy = cmp.Or(h.busy, failure)
+	} else {
+		h.unread = cmp.Or(h.unread, failure)
 	}
 }
 
 // takeFrom stores the chunks that a source has, and returns the other chunks. A bad sector costs the chunk there alone.
 // A failure of the source says nothing of the returned chunks.
-func (h *healing) takeFrom(ctx context.Context, src block.DigestSource, lost []lostChunk) (left []lostChunk, failure,
+func (h *healing) takeFrom(ctx context.Context, open OpenSource, lost []lostChunk) (left []lostChunk, failure,
 	err error) {
+	for len(lost) > 0 && failure == nil {
+		if err = h.letMergesBegin(ctx); err != nil {
+			return nil, nil, err
+		}
+		var batch [][]byte
+		batch, failure, err = h.readBatch(ctx, open, lost)
+		for i := 0; i < len(batch) && err == nil; i++ {
+			if batch[i] == nil {
+				left = append(left, lost[i])
+			} else {
+				err = h.storeLost(ctx, &lost[i], batch[i])
+			}
+		}
+		if err == nil && ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		if err != nil {
+			return nil, nil, err
+		}
+		lost = lost[len(batch):]
+	}
+	return append(left, lost...), failure, nil
+}
+
+// letMergesBegin pauses if sources were open for openTime since the last pause. The time in the store counts as pause.
+func (h *healing) letMergesBegin(ctx context.Context) error {
+	pause := closedTime - time.Since(h.closed)
+	if pause > 0 && h.opened < openTime {
+		return nil
+	}
+	h.opened = 0
+	timer := time.NewTimer(pause)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// readBatch opens a source, looks for the first of the lost chunks, at most for openTime and as many as the buffers
+// have room for, and closes the source. read has an entry for each chunk that was looked at; nil: not there.
+func (h *healing) readBatch(ctx context.Context, open OpenSource, lost []lostChunk) (read [][]byte, failure,
+	err error) {
+	began := time.Now()
+	defer func() {
+		h.closed = time.Now()
+		h.opened += h.closed.Sub(began)
+	}()
+	src, failure := h.openPaced(ctx, open)
+	switch {
+	case api.Is(failure, api.NotFound), api.Is(failure, api.Corrupt): // damage of the disk, which the scrub reports
+		return make([][]byte, len(lost)), nil, nil
+	case failure != nil:
+		return nil, failure, nil
+	}
+	defer func() {
+		if closeErr := src.Close(); failure == nil {
+			failure = closeErr
+		}
+	}()
+	used := 0
 	for i := range lost {
-		c := &lost[i]
+		if used == len(h.buffers) || i > 0 && time.Since(began) >= openTime {
+			break
+		}
 		var b []byte
-		b, failure, err = h.readLost(ctx, src, c)
+		b, failure, err = h.readLost(ctx, src, &lost[i], &h.buffers[used])
 		switch {
 		case err != nil:
 			return nil, nil, err
 		case isBadSector(failure):
 			h.noteUnread(failure)
-			left = append(left, *c)
+			failure = nil
 		case failure != nil:
-			return append(left, lost[i:]...), failure, nil
-		case b == nil:
-			left = append(left, *c)
-		default:
-			if err = h.storeLost(ctx, c, b); err != nil {
-				return nil, nil, err
-			}
+			return read, failure, nil
+		case b != nil:
+			used++
 		}
+		read = append(read, b)
 	}
-	return left, nil, nil
+	return read, nil, nil
+}
+
+// openPaced opens a source within a step of work.
+func (h *healing) openPaced(ctx context.Context, open OpenSource) (block.Source, error) {
+	leave, err := h.pacer.Enter(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer leave()
+	return open(ctx)
 }
 
 // isBadSector reports whether the failure of a read says nothing about other places of the disk. A disk that hangs
 // returns no EIO: its calls end with an error of package watched.
 func isBadSector(failure error) bool { return errors.Is(failure, syscall.EIO) }
 
-// readLost reads a chunk; nil without a failure: the source has no such chunk.
-func (h *healing) readLost(ctx context.Context, src block.DigestSource, c *lostChunk) (b []byte, failure, err error) {
-	off := c.place.number * block.ChunkSize
+// readLost reads a chunk into a buffer; nil without a failure: the source has no such chunk.
+func (h *healing) readLost(ctx context.Context, src block.Source, c *lostChunk, buffer *[]byte) (b []byte, failure,
+	err error) {
+	off := c.at * block.ChunkSize
 	if off+c.length > src.Size() {
 		return nil, nil, nil
 	}
@@ -227,14 +365,15 @@ func (h *healing) readLost(ctx context.Context, src block.DigestSource, c *lostC
 	}
 	defer leave()
 	// The last chunk of an image is shorter than the last chunk of the image's layers.
-	sum, known := src.Digest(c.place.number)
-	if known && c.length == block.ChunkSize && blob.ID(sum) != c.place.digest {
-		return nil, nil, nil
+	if digests, is := src.(block.DigestSource); is && c.length == block.ChunkSize {
+		if sum, known := digests.Digest(c.at); known && blob.ID(sum) != c.place.digest {
+			return nil, nil, nil
+		}
 	}
-	if h.buffer == nil {
-		h.buffer = block.AlignedBuffer(block.ChunkSize)
+	if *buffer == nil {
+		*buffer = block.AlignedBuffer(block.ChunkSize)
 	}
-	b = h.buffer[:c.length]
+	b = (*buffer)[:c.length]
 	n, failure := src.ReadAt(b, off)
 	switch {
 	case int64(n) == c.length && (failure == nil || errors.Is(failure, io.EOF)):
@@ -242,7 +381,7 @@ func (h *healing) readLost(ctx context.Context, src block.DigestSource, c *lostC
 		return nil, nil, nil
 	default:
 		if !isBadSector(failure) {
-			h.buffer = nil // a disk that hangs may still write to the memory
+			*buffer = nil // a disk that hangs may still write to the memory
 		}
 		return nil, api.Errorf(api.KindOf(failure), "chunk %d of %s: cannot be read from its disk: %w", c.place.number,
 			c.place.name, cmp.Or(failure, io.ErrUnexpectedEOF)), nil

@@ -63,17 +63,22 @@ func (w *world) verify() repo.Damage {
 	return d
 }
 
+// opensTo is an OpenSource.
+func opensTo(src block.Source, err error) OpenSource {
+	return func(context.Context) (block.Source, error) { return src, err }
+}
+
 // yieldNamed yields sources for volumes of a name.
-func yieldNamed(name string, all ...block.DigestSource) Sources {
-	return func(_ context.Context, d manifest.Description) iter.Seq2[block.DigestSource, error] {
-		return func(yield func(block.DigestSource, error) bool) {
-			for _, src := range all {
-				if d.Name != name || !yield(src, nil) {
+func yieldNamed(name string, all ...OpenSource) Sources {
+	return Sources{AtPlaces: func(_ context.Context, d manifest.Description) iter.Seq2[OpenSource, error] {
+		return func(yield func(OpenSource, error) bool) {
+			for _, open := range all {
+				if d.Name != name || !yield(open, nil) {
 					return
 				}
 			}
 		}
-	}
+	}}
 }
 
 // TestHealWritesLostChunksAndFragmentsAgain: a chunk, fragments, and the chunk of zeros of a chain of backups are
@@ -102,7 +107,7 @@ func TestHealWritesLostChunksAndFragmentsAgain(t *testing.T) {
 	if _, ok := damage.Blobs[lost]; !ok || len(damage.Blobs) < 5 || len(damage.Snapshots) != 2 {
 		t.Fatalf("damage: %+v", damage)
 	}
-	healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, yieldNamed("v", v))
+	healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, yieldNamed("v", opensTo(v, nil)))
 	must(t, err)
 	after := w.verify()
 	if _, ok := after.Blobs[lost]; !ok || len(after.Blobs) != 1 || int(healed) != len(damage.Blobs)-1 ||
@@ -152,7 +157,7 @@ func TestHealLooksForAChunkInEachVolume(t *testing.T) {
 		t.Fatalf("%d snapshots", len(ids))
 	}
 	w.verify()
-	healed, err := Heal(t.Context(), w.r, ids, repo.WriterOptions{}, yieldNamed("here", here))
+	healed, err := Heal(t.Context(), w.r, ids, repo.WriterOptions{}, yieldNamed("here", opensTo(here, nil)))
 	must(t, err)
 	if d := w.verify(); healed != 1 || !d.IsZero() {
 		t.Errorf("%d blobs healed; left: %+v", healed, d)
@@ -173,13 +178,11 @@ func TestTwoNodesHealTheSameChunk(t *testing.T) {
 	damage := w.verify()
 	var found sync.WaitGroup // both nodes: each loaded the index before the other wrote
 	found.Add(2)
-	sources := func(context.Context, manifest.Description) iter.Seq2[block.DigestSource, error] {
-		return func(yield func(block.DigestSource, error) bool) {
-			found.Done()
-			found.Wait()
-			yield(v, nil)
-		}
-	}
+	sources := yieldNamed("v", func(context.Context) (block.Source, error) {
+		found.Done()
+		found.Wait()
+		return v, nil
+	})
 	var nodes errgroup.Group
 	for range 2 {
 		nodes.Go(func() error {
@@ -225,20 +228,19 @@ func TestSourceThatDoesNotAnswerLacksNothing(t *testing.T) {
 	w.damagePack(blob.Sum(v.chunks[0]))
 	w.damagePack(blob.Sum(v.chunks[1]))
 	damage := w.verify()
-	tooMany := failingDisk{v, &fs.PathError{Op: "open", Path: "data", Err: syscall.EMFILE}}
+	tooMany := opensTo(failingDisk{v, &fs.PathError{Op: "open", Path: "data", Err: syscall.EMFILE}}, nil)
 	closed := errors.New("the disk does not answer")
 	for _, c := range []struct {
 		sources Sources
 		want    error
 		healed  int64
 	}{
-		{yieldNamed("v", tooMany, oldest), syscall.EMFILE, 1},
-		{yieldNamed("v", tooMany, oldest), syscall.EMFILE, 0},
-		{func(context.Context, manifest.Description) iter.Seq2[block.DigestSource, error] {
-			return func(yield func(block.DigestSource, error) bool) { _ = yield(nil, closed) && yield(oldest, nil) }
-		}, closed, 0},
-		{yieldNamed("v", failingDisk{v, api.Errorf(api.Corrupt, "the chunk is damaged")}, oldest), nil, 0},
-		{yieldNamed("v", oldest, v), nil, 1},
+		{yieldNamed("v", tooMany, opensTo(oldest, nil)), syscall.EMFILE, 1},
+		{yieldNamed("v", tooMany, opensTo(oldest, nil)), syscall.EMFILE, 0},
+		{yieldNamed("v", opensTo(nil, closed), opensTo(oldest, nil)), closed, 0},
+		{yieldNamed("v", opensTo(failingDisk{v, api.Errorf(api.Corrupt, "the chunk is damaged")}, nil),
+			opensTo(oldest, nil)), nil, 0},
+		{yieldNamed("v", opensTo(oldest, nil), opensTo(v, nil)), nil, 1},
 	} {
 		healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, c.sources)
 		if !errors.Is(err, c.want) || healed != c.healed {
@@ -299,7 +301,7 @@ func TestBadSectorCostsItsChunkAlone(t *testing.T) {
 			t.Fatalf("damage: %+v", damage)
 		}
 		before := v.reads.Load()
-		healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, yieldNamed("v", c.source(v)))
+		healed, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{}, yieldNamed("v", opensTo(c.source(v), nil)))
 		if reads := v.reads.Load() - before; healed != c.healed || reads != c.reads || !errors.Is(err, c.failure) {
 			t.Errorf("%s: %d blobs healed with %d reads, %v; want %d, %d, %v", c.name, healed, reads, err, c.healed, c.reads,
 				c.failure)
@@ -331,7 +333,7 @@ func TestHealGivesWayToGuests(t *testing.T) {
 		before := v.reads.Load()
 		healed := make(chan int64, 1)
 		go func() {
-			n, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{Pacer: p}, yieldNamed("v", v))
+			n, err := Heal(t.Context(), w.r, damage.Snapshots, repo.WriterOptions{Pacer: p}, yieldNamed("v", opensTo(v, nil)))
 			if err != nil {
 				t.Error(err)
 			}

@@ -14,9 +14,9 @@ func Layers(d Disk, on block.LayerReader) block.LayerReader { return layers{d, o
 // LayerNames implements block.LayerReader.
 func (l layers) LayerNames() ([]string, error) { return Call(l.watch, l.on.LayerNames, nil) }
 
-// Sums implements block.LayerReader.
-func (l layers) Sums(uid string) ([]byte, error) {
-	return Call(l.watch, func() ([]byte, error) { return l.on.Sums(uid) }, nil)
+// ChunkDigests implements block.LayerReader.
+func (l layers) ChunkDigests(uid string, first, n int64) ([]byte, error) {
+	return Call(l.watch, func() ([]byte, error) { return l.on.ChunkDigests(uid, first, n) }, nil)
 }
 
 // Open implements block.LayerReader.

@@ -120,7 +120,12 @@ func (r *healReconciler) endJob(t *api.BackupTarget, h *nodeHeal) {
 		h.failures, h.again = 0, time.Time{}
 		return
 	}
-	r.log.Warn("a damaged backup target cannot be healed yet", "target", t.Name, "err", result.err)
+	level := slog.LevelWarn
+	if api.Is(result.err, api.Busy) { // no failure: the chunks may be in the results of the merges
+		level = slog.LevelInfo
+	}
+	r.log.Log(context.Background(), level, "a damaged backup target cannot be healed yet", "target", t.Name, "err",
+		result.err)
 	h.again = r.opts.Now().Add(min(r.opts.Retry<<min(h.failures, 10), max(r.opts.Retry, longestHealPause)))
 	h.failures++
 }

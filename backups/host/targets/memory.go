@@ -39,8 +39,10 @@ func NewMemory(size int64) *Memory {
 }
 
 const (
-	packsPerWriter = 4       // so that two are sent while others are filled
-	smallestPack   = 4 << 20 // a pack has room for a chunk
+	packsPerWriter = 4                   // so that two are sent while others are filled
+	smallestPack   = 4 << 20             // a pack has room for a chunk
+	smallestHeal   = 3 << 20             // of the packs of a heal: a chunk of 2 MiB
+	healBuffers    = 2 * block.ChunkSize // which a heal reads at once
 )
 
 // WriterOf describes a Writer that reserves size bytes of a part. The session uses beside of these bytes for its
@@ -51,8 +53,12 @@ func WriterOf(part *budget.Part, size, beside, largest int64) repo.WriterOptions
 		Budget: part, Beside: beside}
 }
 
-// healWriter bounds the packs of a heal, which may take hours.
-func (m *Memory) healWriter() repo.WriterOptions { return WriterOf(m.Heals, m.Heals.Size(), 0, 8<<20) }
+// healWriter bounds the packs of a heal, which may take hours, and the chunks that it reads at once.
+func (m *Memory) healWriter() repo.WriterOptions {
+	packSize := max(min((m.Heals.Size()-healBuffers)/packsPerWriter, 8<<20), smallestHeal) / block.Size * block.Size
+	return repo.WriterOptions{PackSize: int(packSize), Memory: packsPerWriter * packSize, Budget: m.Heals,
+		Beside: healBuffers}
+}
 
 // maintenanceWriter bounds the packs with blobs that a verification or a sweep writes again.
 func (m *Memory) maintenanceWriter() repo.WriterOptions {
