@@ -22,6 +22,7 @@ const DefaultBackupTarget = "default"
 // +kubebuilder:printcolumn:name="Available",type=boolean,JSONPath=`.status.available`
 // +kubebuilder:printcolumn:name="Encrypted",type=boolean,JSONPath=`.status.encrypted`
 // +kubebuilder:printcolumn:name="Backups",type=integer,JSONPath=`.status.backups`
+// +kubebuilder:printcolumn:name="Unlisted",type=integer,JSONPath=`.status.unlisted`
 // +kubebuilder:printcolumn:name="Used",type=string,JSONPath=`.status.usage.usedText`
 // +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.status.ownerID`
 // +kubebuilder:printcolumn:name="Synced",type=date,JSONPath=`.status.lastSyncedAt`
@@ -132,9 +133,9 @@ const (
 // ConditionTooManyBackups is True on a BackupTarget whose store has more backups than may have a Backup.
 const ConditionTooManyBackups = "TooManyBackups"
 
-// HasUnlisted reports whether the store has backups without a Backup, because the target has too many.
+// HasUnlisted reports whether the store has backups without a Backup. Earlier versions write the condition alone.
 func (t *BackupTarget) HasUnlisted() bool {
-	return meta.IsStatusConditionTrue(t.Status.Conditions, ConditionTooManyBackups)
+	return t.Status.Unlisted > 0 || meta.IsStatusConditionTrue(t.Status.Conditions, ConditionTooManyBackups)
 }
 
 // Reasons of ConditionTooManyBackups.
@@ -200,8 +201,11 @@ type BackupTargetStatus struct {
 	RepositoryID string `json:"repositoryID,omitempty"`
 	// Encrypted is false while the repository has the published password, so that everybody who reads the store reads the
 	// backups.
-	Encrypted    bool         `json:"encrypted,omitempty"`
-	Backups      int32        `json:"backups,omitempty"` // in the store, of all clusters
+	Encrypted bool  `json:"encrypted,omitempty"`
+	Backups   int32 `json:"backups,omitempty"` // in the store, of all clusters
+	// Unlisted is how many of the backups in the store have no Backup: not yet, or because the target has too many, which
+	// the condition TooManyBackups says.
+	Unlisted     int32        `json:"unlisted,omitempty"`
 	Usage        *UsageFact   `json:"usage,omitempty"`
 	LastSyncedAt *metav1.Time `json:"lastSyncedAt,omitempty"`
 	// SyncedRequest is the last SyncRequestedAt that was followed.

@@ -217,6 +217,9 @@ func (a *app) backupList() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			if err := remarkUnlisted(ctx, c, target, cmd.ErrOrStderr()); err != nil {
+				return err
+			}
 			const columns = "NAME VOLUME TARGET STATE PROGRESS SIZE UPLOADED CREATED DAMAGED MESSAGE | CLUSTER"
 			return a.printList(cmd.OutOrStdout(), list, columns,
 				func(o runtime.Object) []string {

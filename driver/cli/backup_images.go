@@ -210,8 +210,23 @@ func refuseNeeded(ctx context.Context, c client.Client, b *api.BackupBackingImag
 		return explain(ctx, err)
 	}
 	if t.HasUnlisted() {
-		return api.Errorf(api.InUse, "backup %q: backup target %q has too many backups for an object each, and restores of "+
-			"those without may bring the image back: delete backups until each has an object, or use --force", b.Name, t.Name)
+		return api.Errorf(api.InUse, "backup %q: backup target %q has backups without an object, and their restores may "+
+			"bring the image back: wait until each has one, or delete backups if they are too many, or use --force", b.Name,
+			t.Name)
+	}
+	return nil
+}
+
+// remarkUnlisted says which targets, or whether the one target, have backups without an object.
+func remarkUnlisted(ctx context.Context, c client.Client, target string, remarks io.Writer) error {
+	var list api.BackupTargetList
+	if err := c.List(ctx, &list); err != nil {
+		return explain(ctx, err)
+	}
+	for i := range list.Items {
+		if t := &list.Items[i]; t.Status.Unlisted > 0 && (target == "" || t.Name == target) {
+			fmt.Fprintf(remarks, "target %q has %s\n", t.Name, describe.Backups(&t.Status))
+		}
 	}
 	return nil
 }

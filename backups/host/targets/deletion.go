@@ -140,8 +140,8 @@ func explainNeed(b api.StoredBackup, backups []api.StoredBackup, hasUnlisted boo
 	}
 	switch {
 	case users == 0 && hasUnlisted:
-		return fmt.Sprintf("backup target %s: has too many backups for an object each, and those without may need image %s; "+
-			"delete backups until each has an object, or set the annotation %s", image.Target(), name,
+		return fmt.Sprintf("backup target %s: has backups without an object, which may need image %s; wait until each has "+
+			"one, or delete backups if they are too many, or set the annotation %s", image.Target(), name,
 			api.AnnotationForceDelete)
 	case users == 0:
 		return ""

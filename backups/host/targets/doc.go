@@ -8,6 +8,8 @@
 //     blobs that they healed.
 //   - All work in a repository is safe with other sessions, with one exception: only the node whose claim stands in
 //     status.initializing makes a repository, for initTime, and other nodes respect the claim for claimTime.
+//   - A visit creates the objects of found backups by turns of the volumes, and a running visit reports the number that
+//     is left (visitProgress).
 //   - A Backup is deleted from the store before its finalizer, and status.sweepRequested is set in between.
 //   - In a store of Longhorn (status.format), nothing is written: a visit lists the backups, and a Backup that a user
 //     deletes loses its finalizer, so that the next visit lists the backup again.

@@ -14,11 +14,13 @@ import (
 	"drover.io/drover/backups/repo/blob"
 )
 
+// A visit creates objects in the order of use: the newest backup of each volume and image first, then the second newest
+// of each, and so on. Backups that unfinished restores seek come before all others.
+//
 // Everybody with the password can write snapshots, and objects fill the API server: the objects of found backups are
-// bounded. A flood of backups of one volume must not hide those of others, and old backups must not hide new ones,
-// which a standby volume waits for: the newest backup of each volume and image has an object first. Nor must a flood of
-// volumes hide those with an object: the newest object of a volume stays until a newer backup of the volume has an
-// object, for which the bound may be exceeded until the next visit.
+// bounded. By the order, a flood of backups of one volume hides no others, and old backups hide no new ones, which a
+// standby volume waits for. Nor must a flood of volumes hide those with an object: the newest object of a volume stays
+// until a newer backup of the volume has an object, for which the bound may be exceeded until the next visit.
 
 // listing is a backup of the store in the choice of those with an object.
 type listing struct {
@@ -30,106 +32,101 @@ type listing struct {
 	stays   bool             // the object is in use, or a restore seeks the backup
 }
 
-// boundListed chooses which of the backups get an object. listed are the objects of the backups in the store; coming is
-// the number of further objects. boundListed deletes the objects of older backups whose place newer ones need.
-func (v *visit) boundListed(ctx context.Context, r snapshotLister, unknown []repo.SnapshotFile,
-	listed map[blob.ID]api.StoredBackup, coming int, result *visitResult) (create []repo.SnapshotFile, _ error) {
-	found := coming
+// chooseUnlisted chooses which of the described backups get an object, in the order of their creation, and whose
+// objects newer ones displace. listed are the objects of the backups in the store; coming is the number of further
+// objects.
+func (v *visit) chooseUnlisted(ctx context.Context, unknown []repo.SnapshotFile, listed map[blob.ID]api.StoredBackup,
+	coming int, result *visitResult) (create []repo.SnapshotFile, displaced []listing, _ error) {
+	all := slices.Collect(maps.Values(v.memory.unlisted))
+	most := v.opts.MostBackups - coming
+	found := 0
 	for _, b := range listed {
 		if b.FoundSnapshot() != "" {
 			found++
 		}
 	}
-	if found+len(unknown) <= v.opts.MostBackups {
-		clear(v.memory.unlisted)
-		return unknown, nil
+	var used usedBackups
+	if found+len(all) > most || len(all) > quietPull {
+		var err error
+		if used, err = v.findUsed(ctx); err != nil {
+			return nil, nil, err
+		}
+		v.markSought(all, listed, used.restores)
 	}
-	all, err := v.describeUnlisted(ctx, r, unknown)
-	if err != nil {
-		return nil, err
-	}
-	unlisted := len(all)
-	used, err := v.findUsed(ctx)
-	if err != nil {
-		return nil, err
-	}
-	v.markSought(all, listed, used.restores)
 	for id, b := range listed {
 		if b.FoundSnapshot() != "" {
 			stays := b.Common().State != api.BackupCompleted || b.GetDeletionTimestamp() != nil || used.has(b)
 			all = append(all, listing{id, b.GetName(), b.Subject(), b.CutAt(), b, stays})
 		}
 	}
-	chosen := map[blob.ID]bool{}
-	for _, l := range chooseListed(all, v.opts.MostBackups-coming) {
-		chosen[l.id] = true
-	}
+	files := make(map[blob.ID]repo.SnapshotFile, len(unknown))
 	for _, f := range unknown {
-		if chosen[f.ID] {
-			create = append(create, f)
-			delete(v.memory.unlisted, f.ID)
+		files[f.ID] = f
+	}
+	chosen := chooseListed(all, most)
+	for _, l := range all[:chosen] {
+		if l.object == nil {
+			create = append(create, files[l.id])
 		}
 	}
-	result.tooMany = unlisted - len(create)
-	result.backups += result.tooMany
-	for _, l := range all {
-		if l.object == nil || chosen[l.id] {
-			continue
+	for _, l := range all[chosen:] {
+		if l.object != nil {
+			displaced = append(displaced, l)
 		}
-		if err := v.deleteObject(ctx, l.object, "newer backups need its place"); err != nil {
-			return nil, err
-		}
-		result.tooMany++
-		v.memory.unlisted[l.id] = listing{id: l.id, name: l.name, subject: l.subject, cutAt: l.cutAt}
 	}
-	return create, nil
+	result.tooMany = len(all) - chosen
+	return create, displaced, nil
 }
 
-// chooseListed returns the backups that have an object, or are to get one: all that stay, of each subject with an
-// object the newest backup and the newest that has an object, and others up to most in all.
-func chooseListed(all []listing, most int) []listing {
-	newest, newestListed := map[string]listing{}, map[string]listing{} // by subject
-	note := func(newest map[string]listing, l listing) {
-		if n, is := newest[l.subject]; !is || isNewer(l, n) {
-			newest[l.subject] = l
+// deleteDisplaced deletes objects whose place newer backups need.
+func (v *visit) deleteDisplaced(ctx context.Context, displaced []listing) error {
+	for _, l := range displaced {
+		if err := v.deleteObject(ctx, l.object, "newer backups need its place"); err != nil {
+			return err
 		}
+		v.memory.unlisted[l.id] = listing{id: l.id, name: l.name, subject: l.subject, cutAt: l.cutAt}
 	}
-	for _, l := range all {
-		note(newest, l)
-		if l.object != nil {
-			note(newestListed, l)
-		}
-	}
-	const always = 1 // first up to it
-	first := func(l listing) int {
-		kept, isListed := newestListed[l.subject]
-		switch {
-		case l.stays:
-			return 0
-		case isListed && kept.id == l.id:
-			return always
-		case newest[l.subject].id == l.id:
-			if isListed {
-				return always
-			}
-			return 2
-		}
-		return 3
-	}
+	return nil
+}
+
+// chooseListed sorts backups by the order of use, and returns how many of the first ones have an object, or are to get
+// one: all that stay, of each subject with an object the newest backup and the newest that has an object, and others up
+// to most in all.
+func chooseListed(all []listing, most int) int {
 	slices.SortFunc(all, func(a, b listing) int {
-		if d := first(a) - first(b); d != 0 {
-			return d
-		}
 		if isNewer(a, b) {
 			return -1
 		}
 		return 1
 	})
+	const always = 1 // turns up to it are chosen
+	hasObject := map[string]bool{}
+	for _, l := range all {
+		if l.object != nil {
+			hasObject[l.subject] = true
+		}
+	}
+	turns := make(map[blob.ID]int, len(all))
+	passed, passedObject := map[string]int{}, map[string]bool{} // by subject: newer backups, and whether one has an object
+	for _, l := range all {
+		newer, isNewestObject := passed[l.subject], l.object != nil && !passedObject[l.subject]
+		passed[l.subject]++
+		passedObject[l.subject] = passedObject[l.subject] || l.object != nil
+		switch {
+		case l.stays:
+			turns[l.id] = 0
+		case isNewestObject, newer == 0 && hasObject[l.subject]:
+			turns[l.id] = always
+		default:
+			turns[l.id] = always + 1 + newer
+		}
+	}
+	slices.SortStableFunc(all, func(a, b listing) int { return turns[a.id] - turns[b.id] })
 	n := min(max(most, 0), len(all))
-	for n < len(all) && first(all[n]) <= always {
+	for n < len(all) && turns[all[n].id] <= always {
 		n++
 	}
-	return all[:n]
+	return n
 }
 
 func isNewer(a, b listing) bool {
@@ -139,12 +136,10 @@ func isNewer(a, b listing) bool {
 	return bytes.Compare(a.id[:], b.id[:]) > 0
 }
 
-// describedAtOnce bounds the backups whose facts are in memory together.
-const describedAtOnce = 1000
-
-// describeUnlisted describes the backups without an object that can get one, and remembers them for the next visit.
+// describeUnlisted describes the backups without an object that can get one, and remembers them for the next visit: a
+// visit that is cut reads nothing twice. facts are those of some of the backups.
 func (v *visit) describeUnlisted(ctx context.Context, r snapshotLister, unknown []repo.SnapshotFile) (
-	[]listing, error) {
+	facts map[blob.ID]foundBackup, _ error) {
 	memory := map[blob.ID]listing{} // without those that the store deleted
 	var unread []repo.SnapshotFile
 	for _, f := range unknown {
@@ -154,17 +149,17 @@ func (v *visit) describeUnlisted(ctx context.Context, r snapshotLister, unknown 
 			unread = append(unread, f)
 		}
 	}
-	if v.memory.unlisted = memory; len(unread) == 0 {
-		return slices.Collect(maps.Values(memory)), nil
-	}
-	objects, err := v.objects(ctx)
-	if err != nil {
-		return nil, err
-	}
-	for files := range slices.Chunk(unread, describedAtOnce) {
+	v.memory.unlisted, facts = memory, map[blob.ID]foundBackup{}
+	var objects map[api.UID]bool // nil: not read yet, because a visit without news lists the Backups no second time
+	for files := range slices.Chunk(unread, pullBatch) {
 		found, err := v.loadFacts(ctx, r, files)
 		if err != nil {
 			return nil, err
+		}
+		if objects == nil && len(found) > 0 {
+			if objects, err = v.objects(ctx); err != nil {
+				return nil, err
+			}
 		}
 		for _, f := range found {
 			if objects[f.facts.Object] {
@@ -172,10 +167,14 @@ func (v *visit) describeUnlisted(ctx context.Context, r snapshotLister, unknown 
 			}
 			b := v.newBackup(f.facts.Backup, f)
 			v.setStatus(b, f)
-			memory[f.snapshot.ID] = listing{id: f.snapshot.ID, name: b.GetName(), subject: b.Subject(), cutAt: b.CutAt()}
+			id := f.snapshot.ID
+			memory[id] = listing{id: id, name: b.GetName(), subject: b.Subject(), cutAt: b.CutAt()}
+			if len(facts) < pullBatch {
+				facts[id] = f
+			}
 		}
 	}
-	return slices.Collect(maps.Values(memory)), nil
+	return facts, nil
 }
 
 // usedBackups are the backups that restores and copies read, and would not find again.

@@ -44,7 +44,6 @@ func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.Snapsho
 		case b.Common().State == api.BackupNew && b.GetDeletionTimestamp() == nil:
 			started = append(started, f)
 		default:
-			result.backups++
 			listed[f.ID] = b
 			if err := v.correctInstant(ctx, b, f.Stored()); err != nil {
 				return err
@@ -52,58 +51,91 @@ func (v *visit) pull(ctx context.Context, r snapshotLister, files []repo.Snapsho
 		}
 	}
 	v.memory.foreign = foreign
-	unknown, err := v.boundListed(ctx, r, unknown, listed, len(started), result)
+	facts, err := v.describeUnlisted(ctx, r, unknown)
 	if err != nil {
 		return err
 	}
-	var objects map[api.UID]bool // nil: not read yet, because a visit without news lists the Backups no second time
-	for batch := range slices.Chunk(append(unknown, started...), pullBatch) {
-		found, err := v.loadFacts(ctx, r, batch)
+	result.backups, result.counted = len(listed)+len(started)+len(v.memory.unlisted), true
+	defer func() { result.unlisted = len(v.memory.unlisted) }() // at an error, too
+	create, displaced, err := v.chooseUnlisted(ctx, unknown, listed, len(started), result)
+	if err != nil {
+		return err
+	}
+	v.reportProgress(result, len(create))
+	if err := v.deleteDisplaced(ctx, displaced); err != nil {
+		return err
+	}
+	for batch := range slices.Chunk(append(started, create...), pullBatch) {
+		found, err := v.loadFound(ctx, r, batch, facts)
 		if err != nil {
 			return err
 		}
-		if objects == nil && len(found) > 0 {
-			if objects, err = v.objects(ctx); err != nil {
-				return err
-			}
-		}
-		if err := v.pullFound(ctx, found, known, objects, result); err != nil {
+		if err := v.pullFound(ctx, found, known, result); err != nil {
 			return err
 		}
+		v.reportProgress(result, len(create))
 	}
 	return nil
 }
 
-// pullBatch bounds the memory of a visit: how many found backups it holds at once. pullWorkers is how many objects are
-// made or released at once, so that the API server writes many with one fsync.
 const (
-	pullBatch   = 1000
+	// pullBatch bounds the memory of a visit: how many found backups it holds at once.
+	pullBatch = 1000
+	// pullWorkers is how many objects are made or released at once, so that the API server writes many with one fsync.
 	pullWorkers = 16
+	// quietPull is how many objects a visit makes before it reports its progress. A target whose store has few backups is
+	// available when each has an object.
+	quietPull = 100
 )
 
-// pullFound gives found backups objects with a status, several at once.
+// loadFound returns the found backups of a batch, in its order. facts are those that are read already.
+func (v *visit) loadFound(ctx context.Context, r snapshotLister, batch []repo.SnapshotFile,
+	facts map[blob.ID]foundBackup) (found []foundBackup, err error) {
+	var unread []repo.SnapshotFile
+	for _, f := range batch {
+		if _, is := facts[f.ID]; !is {
+			unread = append(unread, f)
+		}
+	}
+	loaded, err := v.loadFacts(ctx, r, unread)
+	if err != nil {
+		return nil, err
+	}
+	read := map[blob.ID]foundBackup{}
+	for _, f := range loaded {
+		read[f.snapshot.ID] = f
+	}
+	for _, f := range batch {
+		if b, is := facts[f.ID]; is {
+			found = append(found, b)
+		} else if b, is := read[f.ID]; is {
+			found = append(found, b)
+		}
+	}
+	return found, nil
+}
+
+// pullFound gives found backups objects with a status, several at once. The backups that got none stay unlisted.
 func (v *visit) pullFound(ctx context.Context, found []foundBackup, known map[blob.ID]api.StoredBackup,
-	objects map[api.UID]bool, result *visitResult) error {
-	created := make([]bool, len(found))
+	result *visitResult) error {
+	listed, created := make([]bool, len(found)), make([]bool, len(found))
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(pullWorkers)
 	for i, f := range found {
-		b := known[f.snapshot.ID]
-		if b == nil && objects[f.facts.Object] {
-			continue
-		}
-		result.backups++
 		group.Go(func() (err error) {
-			if b != nil {
+			if b := known[f.snapshot.ID]; b != nil {
 				return v.describe(ctx, copyOf(b), f)
 			}
-			created[i], err = v.pullBackup(ctx, f)
+			listed[i], created[i], err = v.pullBackup(ctx, f)
 			return err
 		})
 	}
 	err := group.Wait()
-	for _, is := range created {
-		if is {
+	for i, f := range found {
+		if listed[i] {
+			delete(v.memory.unlisted, f.snapshot.ID)
+		}
+		if created[i] {
 			result.found++
 		}
 	}
@@ -183,7 +215,7 @@ func (v *visit) loadFacts(ctx context.Context, r snapshotLister, files []repo.Sn
 
 // pullBackup creates the object of a snapshot, and describes it. While an object of the name has not ended, the
 // snapshot may be its: a later visit decides.
-func (v *visit) pullBackup(ctx context.Context, f foundBackup) (created bool, err error) {
+func (v *visit) pullBackup(ctx context.Context, f foundBackup) (listed, created bool, err error) {
 	id := f.snapshot.ID
 	for _, name := range pulledNames(f.facts.Backup, id) {
 		b := v.newBackup(name, f)
@@ -193,19 +225,19 @@ func (v *visit) pullBackup(ctx context.Context, f foundBackup) (created bool, er
 			err = v.repositories.live.Get(ctx, client.ObjectKey{Name: name}, b)
 		}
 		if err != nil {
-			return false, ignoreRace(api.Explain(err, "backup %s: create the object", name), err)
+			return false, false, ignoreRace(api.Explain(err, "backup %s: create the object", name), err)
 		}
 		existing, ok := snapshotOf(b)
 		switch {
 		case ok && existing == id && b.Target() == v.target.Name:
-			return created, v.describe(ctx, b, f)
+			return true, created, v.describe(ctx, b, f)
 		case b.Target() == v.target.Name && !b.Ended():
-			return false, nil
+			return false, false, nil
 		}
 	}
 	v.log.Warn("a backup of the store gets no object: other Backups have its names", "target", v.target.Name,
 		"backup", f.facts.Backup, "snapshot", id)
-	return false, nil
+	return false, false, nil
 }
 
 // pulledNames are the names that the Backup of a snapshot may have, in order of preference.

@@ -147,8 +147,16 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 	before := t.Status.DeepCopy()
 	visited, deleted, swept := rec.visit.hasEnded(), rec.deletion.hasEnded(), rec.sweep.hasEnded()
 	verified := rec.verification.hasEnded()
-	if visited {
+	var progress *storeFacts // of a running visit, which the status lacks
+	switch {
+	case visited:
 		rec.applyVisit(t, r.node, now)
+	case rec.visit.isRunning():
+		if progress = rec.progress.last(); progress != nil && progress != rec.shown {
+			rec.applyProgress(t, r.node, progress)
+		} else {
+			progress = nil
+		}
 	}
 	if deleted {
 		rec.applyDeletion(t, backups, r.opts.Retry, now)
@@ -183,6 +191,10 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 		}
 	}
 	rec.deletedCount, rec.wantsSweep, rec.marked = 0, false, false
+	if progress != nil {
+		rec.shown = progress
+		r.reportAvailable(t, before)
+	}
 	if visited {
 		r.reportVisit(t, before, &rec.visit.result)
 		rec.visit = nil
@@ -210,30 +222,10 @@ func (r *targetReconciler) reportVisit(t *api.BackupTarget, before *api.BackupTa
 		r.log.Warn("the visit of a backup target says nothing", "target", t.Name, "err", v.err)
 		return
 	}
-	available := 0.0
-	if t.Status.Available {
-		available = 1
-	}
-	targetAvailable.WithLabelValues(t.Name).Set(available)
+	r.reportAvailable(t, before)
 	setUsage(t)
 	if v := t.Status.Verification; v != nil { // by the former owner, too
 		damagedBlobs.WithLabelValues(t.Name).Set(float64(v.DamagedBlobs))
-	}
-	reasonBefore := ""
-	if c := meta.FindStatusCondition(before.Conditions, api.ConditionUnavailable); c != nil {
-		reasonBefore = c.Reason
-	}
-	switch {
-	case v.reason == reasonBefore, v.reason == api.ReasonNotInitialized:
-	case t.Status.Available:
-		r.events.Eventf(t, nil, corev1.EventTypeNormal, "BackupTargetAvailable", "Visit", "%s in the store",
-			api.CountText(int(t.Status.Backups), "backup"))
-	default:
-		r.events.Eventf(t, nil, corev1.EventTypeWarning, "BackupTargetUnavailable", "Visit", "%s: %s", v.reason,
-			t.Status.Message)
-	}
-	if v.reason != reasonBefore {
-		r.log.Info("backup target", "target", t.Name, "reason", v.reason, "message", t.Status.Message)
 	}
 	if v.keysErr != nil {
 		r.events.Eventf(t, nil, corev1.EventTypeWarning, "PasswordNotChanged", "Visit", "%s",
@@ -247,6 +239,37 @@ func (r *targetReconciler) reportVisit(t *api.BackupTarget, before *api.BackupTa
 		r.events.Eventf(t, nil, corev1.EventTypeWarning, "BackupLost", "Visit",
 			"the store lacks %s: the Backups were deleted", api.CountText(v.lost, "backup"))
 	}
+}
+
+// reportAvailable reports whether a target can be used, after each change.
+func (r *targetReconciler) reportAvailable(t *api.BackupTarget, before *api.BackupTargetStatus) {
+	available := 0.0
+	if t.Status.Available {
+		available = 1
+	}
+	targetAvailable.WithLabelValues(t.Name).Set(available)
+	reason := unavailableReason(&t.Status)
+	if reason == unavailableReason(before) {
+		return
+	}
+	r.log.Info("backup target", "target", t.Name, "reason", reason, "message", t.Status.Message)
+	switch {
+	case reason == api.ReasonNotInitialized:
+	case t.Status.Available:
+		r.events.Eventf(t, nil, corev1.EventTypeNormal, "BackupTargetAvailable", "Visit", "%s in the store",
+			api.CountText(int(t.Status.Backups), "backup"))
+	default:
+		r.events.Eventf(t, nil, corev1.EventTypeWarning, "BackupTargetUnavailable", "Visit", "%s: %s", reason,
+			t.Status.Message)
+	}
+}
+
+// unavailableReason is the reason of ConditionUnavailable; empty: no visit has ended.
+func unavailableReason(st *api.BackupTargetStatus) string {
+	if c := meta.FindStatusCondition(st.Conditions, api.ConditionUnavailable); c != nil {
+		return c.Reason
+	}
+	return ""
 }
 
 // reportConditions emits an event for each condition of sweeps and deletions that became True or has another reason.
@@ -317,11 +340,13 @@ func isDue(at, now time.Time) bool { return !at.IsZero() && !now.Before(at) }
 // startVisit starts a visit.
 func (r *targetReconciler) startVisit(ctx context.Context, t *api.BackupTarget, rec *targetRecord,
 	backups []api.StoredBackup, now time.Time) {
+	name := t.Name
+	progress := &visitProgress{wake: func() { r.jobs.wakeTarget(name) }}
 	v := &visit{Client: r.Client, repositories: r.repositories, target: t.DeepCopy(), claim: rec.claimed,
-		memory: rec.memory, opts: r.opts, log: r.log}
+		memory: rec.memory, progress: progress, opts: r.opts, log: r.log}
 	rec.visit = startJob(ctx, r.jobs, t.Name, "visit", v.run)
 	if rec.visit != nil {
 		rec.visited, rec.generation, rec.visitedSpec, rec.claimed = now, t.Generation, v.target.Spec, nil
-		rec.failures = failuresOf(backups)
+		rec.failures, rec.progress, rec.shown = failuresOf(backups), progress, nil
 	}
 }

@@ -24,9 +24,12 @@ type targetRecord struct {
 	failures    failures             // at the last visit
 	visitedSpec api.BackupTargetSpec // at the last visit
 	missingAt   time.Time            // visitResult.missingAt
+	progress    *visitProgress       // of the visit
+	shown       *storeFacts          // the last of progress that the status has
+	unfinished  bool                 // the last visit did not compare all backups
 	claimed     *api.TargetClaim     // of this process; the next visit may make the repository
 	memory      *visitMemory
-	// Snapshots of backups without an object at a visit, because the store has too many. A list without such a snapshot
+	// Snapshots of backups without an object at the end of a visit. A list without such a snapshot
 	// changes nothing: a deletion, or a sweep after a question to the store, removes the entry.
 	unlisted map[blob.ID]bool
 
@@ -74,7 +77,7 @@ func (rec *targetRecord) nextVisit(t *api.BackupTarget, backups []api.StoredBack
 	if poll := t.Spec.Poll(); poll > 0 {
 		next = earlier(next, rec.visited.Add(max(poll, time.Second)))
 	}
-	if !t.Status.Available || rec.failures.hasNew(backups) { // the store may be why an attempt failed
+	if !t.Status.Available || rec.unfinished || rec.failures.hasNew(backups) { // the store may be why an attempt failed
 		next = earlier(next, rec.visited.Add(retry))
 	}
 	if asked := t.Spec.SyncRequestedAt; asked != nil && !asked.Equal(t.Status.SyncedRequest) {
@@ -167,16 +170,8 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 		meta.RemoveStatusCondition(&st.Conditions, api.ConditionSweepFailed)
 		applyLock(t, api.ReasonSweepWaits, nil)
 	}
-	rec.missingAt = v.missingAt
-	if v.format != "" {
-		st.Format = v.format
-	}
-	if v.format == api.FormatLonghorn {
-		st.Initializing = nil
-	}
-	if v.repositoryID != "" {
-		st.RepositoryID, st.Encrypted, st.Initializing = v.repositoryID, v.encrypted, nil
-	}
+	rec.missingAt, rec.unfinished = v.missingAt, !v.listed
+	applyFacts(st, &v.storeFacts)
 	if v.keyFiles > 0 {
 		applyKeys(t, v)
 	}
@@ -191,15 +186,15 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 		st.Usage = v.usage
 	}
 	if v.listed {
-		applyCount(t, v)
+		applyTooMany(t, v)
 		if rec.unlisted == nil {
 			rec.unlisted = map[blob.ID]bool{}
 		}
-		for _, id := range v.unlisted {
+		for _, id := range v.unlistedIDs {
 			rec.unlisted[id] = true
 		}
 		synced := metav1.NewTime(v.listedAt)
-		st.Backups, st.LastSyncedAt = int32(v.backups), &synced //nolint:gosec // a repository lists at most 2^18 snapshots
+		st.LastSyncedAt = &synced
 	}
 	if v.reason == "" {
 		return // nothing is known about the target
@@ -211,19 +206,51 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 	if v.reason == api.ReasonNotInitialized {
 		rec.claimRepository(st, node, now)
 	}
-	if st.Available = v.reason == api.ReasonAvailable; st.Available {
-		rec.deleteAgain = time.Time{}
-	}
-	api.SetCondition(&st.Conditions, t.Generation, api.ConditionUnavailable, !st.Available, v.reason, st.Message)
+	rec.applyAvailable(t, v.reason)
 }
 
-// applyCount says whether backups in the store have no Backup.
-func applyCount(t *api.BackupTarget, v *visitResult) {
+// applyProgress brings what a running visit knows into the status: the store can be used.
+func (rec *targetRecord) applyProgress(t *api.BackupTarget, node string, facts *storeFacts) {
+	if !hasSameStore(t, rec.visitedSpec) {
+		return
+	}
+	t.Status.OwnerID, t.Status.Message = node, ""
+	applyFacts(&t.Status, facts)
+	rec.applyAvailable(t, api.ReasonAvailable)
+}
+
+// applyFacts says what the store has.
+func applyFacts(st *api.BackupTargetStatus, f *storeFacts) {
+	if f.format != "" {
+		st.Format = f.format
+	}
+	if f.format == api.FormatLonghorn {
+		st.Initializing = nil
+	}
+	if f.repositoryID != "" {
+		st.RepositoryID, st.Encrypted, st.Initializing = f.repositoryID, f.encrypted, nil
+	}
+	if f.counted {
+		st.Backups, st.Unlisted = int32(f.backups), int32(f.unlisted) //nolint:gosec // a store lists at most 2^18 snapshots
+	}
+}
+
+// applyAvailable says whether the target can be used, or why not: a reason of ConditionUnavailable.
+func (rec *targetRecord) applyAvailable(t *api.BackupTarget, reason string) {
+	st := &t.Status
+	if st.Available = reason == api.ReasonAvailable; st.Available {
+		rec.deleteAgain = time.Time{}
+	}
+	api.SetCondition(&st.Conditions, t.Generation, api.ConditionUnavailable, !st.Available, reason, st.Message)
+}
+
+// applyTooMany says whether backups in the store get no Backup.
+func applyTooMany(t *api.BackupTarget, v *visitResult) {
 	reason, message := api.ReasonCountBounded, ""
 	if v.tooMany > 0 {
 		reason = api.ReasonTooManyBackups
 		message = fmt.Sprintf("the store has %s more than the target may have objects for found backups: the newest of each "+
-			"volume and image come first, then the newest of all; delete backups, or use another repository",
+			"volume and image come first, then the second newest of each, and so on; delete backups, or use another repository",
 			api.CountText(v.tooMany, "backup"))
 	}
 	api.SetCondition(&t.Status.Conditions, t.Generation, api.ConditionTooManyBackups, v.tooMany > 0, reason, message)

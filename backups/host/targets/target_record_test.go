@@ -29,7 +29,7 @@ func TestResultOfAnotherStoreIsDropped(t *testing.T) {
 		b := &api.BackupTarget{Spec: *seen.DeepCopy()}
 		c.change(&b.Spec)
 		rec := &targetRecord{visitedSpec: seen, visit: &job[visitResult]{
-			result: visitResult{reason: api.ReasonAvailable, repositoryID: "id"}}}
+			result: visitResult{reason: api.ReasonAvailable, storeFacts: storeFacts{repositoryID: "id"}}}}
 		rec.applyVisit(b, "node-1", time.Now())
 		if b.Status.RepositoryID != c.want || b.Status.Available != (c.want != "") {
 			t.Errorf("%s: status %+v", name, b.Status)

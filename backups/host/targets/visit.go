@@ -29,6 +29,7 @@ type visit struct {
 	target       *api.BackupTarget
 	claim        *api.TargetClaim // of this node, which may make the repository; nil: none
 	memory       *visitMemory
+	progress     *visitProgress
 	opts         Options
 	log          *slog.Logger
 }
@@ -36,7 +37,7 @@ type visit struct {
 // visitMemory is what the visits of a target remember, one after the other.
 type visitMemory struct {
 	foreign  map[blob.ID]struct{}  // snapshots that are no backups of Drover
-	unlisted map[blob.ID]listing   // backups without an object, because there are too many
+	unlisted map[blob.ID]listing   // backups without an object
 	missing  map[blob.ID]time.Time // snapshots of Backups that the last list lacks: end of the first such list
 	keys     blob.ID               // passwords and key files that agree
 	count    int                   // of key files then
@@ -53,22 +54,19 @@ type visitResult struct {
 	reason  string       // of ConditionUnavailable; "": err says nothing about the target
 	err     error
 
-	format       string // "": not known
-	repositoryID string // "": the repository was not opened
-	encrypted    bool
-	keyFiles     int              // 0: not known
-	keysErr      error            // why the key files do not follow the passwords; an earlier one opens the repository
-	locks        *api.LocksFact   // nil: not requested
-	keyFile      *api.KeyFileFact // nil: not requested
-	usage        *api.UsageFact   // nil: not measured
-	listed       bool             // the fields below are known
-	listedAt     time.Time
-	backups      int       // in the store
-	found        int       // Backups that the visit created
-	tooMany      int       // backups in the store without a Backup, because the target has too many
-	unlisted     []blob.ID // snapshots of such backups
-	lost         int       // Backups that the visit deleted
-	missingAt    time.Time // the first missing snapshot may be deleted from then on; zero: none is missing
+	storeFacts
+	keyFiles    int              // 0: not known
+	keysErr     error            // why the key files do not follow the passwords; an earlier one opens the repository
+	locks       *api.LocksFact   // nil: not requested
+	keyFile     *api.KeyFileFact // nil: not requested
+	usage       *api.UsageFact   // nil: not measured
+	listed      bool             // the fields below are known
+	listedAt    time.Time
+	found       int       // Backups that the visit created
+	tooMany     int       // backups that get no Backup, because the target has too many
+	unlistedIDs []blob.ID // snapshots of backups without a Backup
+	lost        int       // Backups that the visit deleted
+	missingAt   time.Time // the first missing snapshot may be deleted from then on; zero: none is missing
 }
 
 func (v *visit) run(ctx context.Context) visitResult {
@@ -258,7 +256,7 @@ func (v *visit) compareBackups(ctx context.Context, r snapshotLister, result *vi
 	if err := v.pull(ctx, r, files, known, result); err != nil {
 		return err
 	}
-	result.listed, result.unlisted = true, slices.Collect(maps.Keys(v.memory.unlisted))
+	result.listed, result.unlistedIDs = true, slices.Collect(maps.Keys(v.memory.unlisted))
 	return nil
 }
 

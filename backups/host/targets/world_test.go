@@ -122,10 +122,12 @@ func (w *world) awaitTarget(name, what string, ok func(*api.BackupTarget) bool) 
 	return apitest.Await(w.Server, &api.BackupTarget{ObjectMeta: apitest.Named(name)}, &api.BackupTargetList{}, what, ok)
 }
 
-// awaitReason waits for a reason of ConditionUnavailable, whose message says text.
+// awaitReason waits for a reason of ConditionUnavailable, whose message says text. An available target was listed.
 func (w *world) awaitReason(name, reason, text string) *api.BackupTarget {
 	w.T.Helper()
-	t := w.awaitTarget(name, "available or not: "+reason, func(t *api.BackupTarget) bool { return reasonNow(t) == reason })
+	t := w.awaitTarget(name, "available or not: "+reason, func(t *api.BackupTarget) bool {
+		return reasonNow(t) == reason && (!t.Status.Available || t.Status.LastSyncedAt != nil)
+	})
 	if t.Status.Available != (reason == api.ReasonAvailable) || !strings.Contains(t.Status.Message, text) {
 		w.T.Errorf("target %s: %+v, want a message with %q", name, t.Status, text)
 	}

@@ -6,6 +6,7 @@ import (
 	"io"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/util/duration"
 
 	"drover.io/drover/api"
@@ -39,10 +40,22 @@ func Target(w io.Writer, t *api.BackupTarget) {
 		"Message", s.Message, "Format", s.Format, "Encrypted", encrypted, "Secret", secret, "Read-only",
 		fmt.Sprint(t.ExplainReadOnly() != ""), "Upload limit", someRate(t.Spec.MaxUploadRate),
 		"Download limit", someRate(t.Spec.MaxDownloadRate),
-		"Searched", searched, "Backups", fmt.Sprint(s.Backups), "Used", usageText(s.Usage), "Sweep", sweepText(&s),
+		"Searched", searched, "Backups", Backups(&s), "Used", usageText(s.Usage), "Sweep", sweepText(&s),
 		"Verified", verificationText(s.Verification), "Repository", s.RepositoryID,
 		"Node", s.OwnerID)
 	text.PrintConditions(w, s.Conditions)
+}
+
+// Backups says how many backups the store has, and how many of these have no object.
+func Backups(s *api.BackupTargetStatus) string {
+	if s.Unlisted == 0 {
+		return fmt.Sprint(s.Backups)
+	}
+	yet := " yet"
+	if meta.IsStatusConditionTrue(s.Conditions, api.ConditionTooManyBackups) {
+		yet = ""
+	}
+	return fmt.Sprintf("%d, of which %d have no object%s", s.Backups, s.Unlisted, yet)
 }
 
 // someRate formats a limit; no limit is empty.
