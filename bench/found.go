@@ -57,14 +57,20 @@ func (b *bench) found(ctx context.Context, n int) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, in.stop()) }()
+	var newest time.Duration
 	for _, step := range []struct {
 		subject, note string
 		do            func() error
 	}{
 		{"listed", fmt.Sprintf("%d backups, each with an object", n), func() error {
+			began := time.Now()
 			if err := in.createTarget(ctx, "file://"+store.dir); err != nil {
 				return err
 			}
+			if err := in.awaitNewest(ctx, n); err != nil {
+				return err
+			}
+			newest = time.Since(began)
 			return in.awaitFound(ctx, n-store.images, store.images)
 		}},
 		{"listed again", "", func() error { return in.syncTarget(ctx) }},
@@ -86,6 +92,7 @@ func (b *bench) found(ctx context.Context, n int) (err error) {
 			return fmt.Errorf("%s: %w", step.subject, err)
 		}
 	}
+	b.addFigure("backups-found", "newest", newest.Seconds(), "s", "", 0, "the newest of each volume has an object")
 	if err := in.stop(); err != nil {
 		return err
 	}
@@ -207,10 +214,30 @@ func (s *foundStore) save(ctx context.Context, i, n int) error {
 	return err
 }
 
+// awaitNewest waits until the newest backup of each volume, of n backups in the store, has an object with a status.
+func (in *instance) awaitNewest(ctx context.Context, n int) error {
+	newest := map[string]bool{}
+	for i := foundPerVolume - 1; i < n+foundPerVolume-1; i += foundPerVolume {
+		last := min(i, n-1)
+		if last%foundPerImage == 0 { // of an image
+			last--
+		}
+		if last > 0 {
+			newest[fmt.Sprintf("found-%d", last)] = true
+		}
+	}
+	return await.Each(ctx, in.client, &api.BackupList{}, func(o client.Object) (bool, error) {
+		if o.(*api.Backup).Status.State == api.BackupCompleted {
+			delete(newest, o.GetName())
+		}
+		return len(newest) == 0, nil
+	})
+}
+
 // awaitFound waits until backups of volumes and images have objects with a status, and the volumes have their summary.
 func (in *instance) awaitFound(ctx context.Context, backups, images int) error {
 	_, err := await.Until(ctx, in.client, api.DefaultBackupTarget, func(t *api.BackupTarget) (bool, error) {
-		return t.Status.Available && int(t.Status.Backups) >= backups+images, nil
+		return t.Status.Available && int(t.Status.Backups) >= backups+images && !t.HasUnlisted(), nil
 	})
 	if err != nil {
 		return err

@@ -73,6 +73,7 @@ var goals = []goal{
 	{name: "backup-day-bytes", subject: "day 3", of: value, most: 190},
 	{name: "backup-guest-*", subject: "during full backups", least: 0.8},
 	{name: "backup-rss", subject: "*", of: value, most: memoryBudget + 64},
+	{name: "backups-found", subject: "newest", of: value, most: 10},
 	{name: "rebuild-delta-bytes", subject: "3-replicas", most: 1.2},
 }
 
