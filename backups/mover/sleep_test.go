@@ -177,22 +177,37 @@ func TestWrongOptionsAreRefusedAtOnce(t *testing.T) {
 	}
 }
 
-// TestIndexFileOfALostSessionIsDeleted: the lock of a session is removed while the session writes an index file. The
-// backup fails, and the index file is deleted: its packs may be gone.
-func TestIndexFileOfALostSessionIsDeleted(t *testing.T) {
-	w := newWorld(t)
-	v := newDisk(2 * chunkSize)
-	v.fill(1, 0)
-	w.store.before = func(operation, name string) error {
-		if operation == "put" && strings.HasPrefix(name, "index/") {
+// TestIndexFileOfALostSessionKeepsPacksThatExist: the lock of a session is removed while the session writes an index
+// file. The backup fails. Packs that a sweep deleted are in no index file afterwards; other sessions may rely on the
+// other packs already, so these stay in the index.
+func TestIndexFileOfALostSessionKeepsPacksThatExist(t *testing.T) {
+	for lost := range 3 { // of two packs
+		w := newWorld(t)
+		v := newDisk(2 * chunkSize)
+		v.fill(1, 0)
+		w.store.before = func(operation, name string) error {
+			if operation != "put" || !strings.HasPrefix(name, "index/") {
+				return nil
+			}
 			must(t, os.RemoveAll(filepath.Join(w.folder, "locks")))
+			for _, name := range w.packs()[:lost] {
+				must(t, os.Remove(filepath.Join(w.folder, name)))
+			}
+			w.store.before = nil
+			return nil
 		}
-		return nil
+		_, err := Backup(t.Context(), w.r, v, options("v"))
+		if !api.Is(err, api.Unavailable) {
+			t.Errorf("%v, want an error of kind unavailable", err)
+		}
+		w.hasBackups()
+		files := w.indexFiles()
+		if len(w.packs()) != 2-lost || (len(files) == 1) != (lost < 2) {
+			t.Errorf("%d packs are lost: %d packs and %d index files are left", lost, len(w.packs()), len(files))
+		}
+		w.open()
+		if damage, err := w.r.Check(t.Context(), repo.WriterOptions{}); err != nil || !damage.IsZero() {
+			t.Errorf("%d packs are lost: damage %+v, %v", lost, damage, err)
+		}
 	}
-	_, err := Backup(t.Context(), w.r, v, options("v"))
-	w.store.before = nil
-	if files := w.indexFiles(); !api.Is(err, api.Unavailable) || len(files) > 0 {
-		t.Errorf("%d index files are left: %v, want an error of kind unavailable", len(files), err)
-	}
-	w.hasBackups()
 }

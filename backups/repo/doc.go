@@ -16,6 +16,7 @@
 //   - All objects of a store are hostile: sizes are bounded before a read, lengths before an allocation.
 //   - A pack is durable before an index file names the pack. Flush returns nil only after both. After a kill, packs
 //     without an index file are garbage, which restic tolerates.
+//   - An index file of a session that failed names packs that exist, and stays (index_without_lock.go).
 //   - A Writer stops with the first error. No later call succeeds.
 //   - A session takes its Lock before LoadIndex: nobody deletes a pack that the index names while the lock is held. The
 //     age of a lock is judged by the store's clock alone.

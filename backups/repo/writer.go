@@ -11,6 +11,7 @@ import (
 	"drover.io/drover/backups/repo/index"
 	"drover.io/drover/backups/repo/pack"
 	"drover.io/drover/backups/repo/tree"
+	"drover.io/drover/backups/target"
 	"drover.io/drover/block"
 	"drover.io/drover/block/budget"
 	"drover.io/drover/block/pace"
@@ -396,8 +397,8 @@ func (w *Writer) writeIndex() error {
 	return nil
 }
 
-// saveIndex writes an index file. A session that lost its lock takes the file away again: a sweep may have deleted
-// packs that the file names.
+// saveIndex writes an index file. After an error the file may exist, or appear later, and a sweep may have deleted some
+// of its packs: the session takes the deleted packs out of the index.
 func (w *Writer) saveIndex(file *index.FileBuilder) error {
 	if w.lock != nil {
 		file.Session = w.lock.ID()
@@ -405,20 +406,25 @@ func (w *Writer) saveIndex(file *index.FileBuilder) error {
 			return err
 		}
 	}
-	id, err := w.r.saveFile(w.ctx, indexFolder, file.Bytes())
-	if err != nil {
-		return err
+	plain := file.Bytes()
+	id, sealed := w.r.sealFile(plain)
+	put := target.WithUndo(w.ctx, func(ctx context.Context, store target.Store) error {
+		return w.r.correctIndex(ctx, store, id, plain)
+	})
+	err := w.r.store.Put(put, indexFolder+id.String(), sealed)
+	if err == nil {
+		w.blobs.addFiles(id)
+		if w.lock == nil {
+			return nil
+		}
+		err = w.lock.Confirm(w.ctx)
 	}
-	w.blobs.addFiles(id)
-	if w.lock == nil {
+	if err == nil {
 		return nil
 	}
-	if err := w.lock.Confirm(w.ctx); err != nil {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(w.ctx), closeLockTimeout)
-		defer cancel()
-		return errors.Join(err, w.r.store.Delete(ctx, indexFolder+id.String()))
-	}
-	return nil
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(w.ctx), closeLockTimeout)
+	defer cancel()
+	return errors.Join(err, w.r.correctIndex(ctx, w.r.store, id, plain))
 }
 
 // Flush waits until all blobs whose Add has returned are durable and an index file names them. If only ctx ends, the

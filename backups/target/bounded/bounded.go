@@ -8,9 +8,9 @@
 // call fails at once.
 //
 // Invariants. Nothing that the caller knows as failed happens later unseen: the inner store learns of the abandonment
-// from its context, and a Put that succeeds after the abandonment is undone. No other Put writes the same object in the
-// meantime. An abandoned call calls no callback of the caller and returns nothing to the caller, but may read the body
-// of a Put until the call ends.
+// from its context, and a Put that succeeds after the abandonment is undone (target.Undo). No other Put writes the same
+// object in the meantime. An abandoned call calls no callback of the caller, besides that of target.WithUndo, and
+// returns nothing to the caller, but may read the body of a Put until the call ends.
 //
 // Each goroutine belongs to a Store and ends with its inner call. Close waits for the goroutines, except for those that
 // hang. The last to end closes the inner store. The mutex of registry guards maps and the states of calls; no call of a

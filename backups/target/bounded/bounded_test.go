@@ -270,6 +270,33 @@ func TestAbandonedPutIsUndone(t *testing.T) {
 	})
 }
 
+// TestAbandonedPutIsUndoneByItsOwnFunction: the function of target.WithUndo corrects the object in place of the
+// deletion, with the inner store, and its own Put is no longer undone by it.
+func TestAbandonedPutIsUndoneByItsOwnFunction(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		release := make(chan struct{})
+		s, inner := openStore(t, func(operation, name string) {
+			if operation == "put" && name == "a" {
+				<-release
+			}
+		})
+		undone := 0
+		ctx := target.WithUndo(t.Context(), func(ctx context.Context, store target.Store) error {
+			undone++
+			return errors.Join(store.Put(ctx, "b", nil), target.Undo(ctx, store, "none"))
+		})
+		if err := s.Put(ctx, "a", nil); !api.Is(err, api.Unavailable) || undone != 0 {
+			t.Errorf("put: %v, undone %d times", err, undone)
+		}
+		close(release)
+		synctest.Wait()
+		if got := inner.names(); undone != 1 || !slices.Equal(got, []string{"a", "b"}) {
+			t.Errorf("undone %d times; the store has %v, want a and b", undone, got)
+		}
+		must(t, s.Close())
+	})
+}
+
 // TestListHasTimeForEachObject: a long list with slow callbacks is whole, because its deadline moves with each object;
 // a list that hangs after an object ends, and calls no callback afterwards.
 func TestListHasTimeForEachObject(t *testing.T) {

@@ -155,11 +155,11 @@ func (c *call) unavailable(cause string) error {
 	return api.Errorf(api.Unavailable, "%s: cannot %s: %s", c.store.place, c.action, cause)
 }
 
-// undoPut deletes the object of a Put that succeeded after its caller had an error. Otherwise an index file or a
-// snapshot would appear after a sweep has deleted the packs that no file named.
+// undoPut undoes a Put that succeeded after its caller had an error. Otherwise an index file or a snapshot would appear
+// after a sweep has deleted the packs that no file named.
 func (c *call) undoPut() {
-	if err := c.store.inner.Delete(context.WithoutCancel(c.ctx), c.writes); err != nil {
-		slog.Warn("an object that was written too late cannot be deleted", "store", c.store.place, "object", c.writes,
+	if err := target.Undo(context.WithoutCancel(c.ctx), c.store.inner, c.writes); err != nil {
+		slog.Warn("an object that was written too late cannot be undone", "store", c.store.place, "object", c.writes,
 			"error", err)
 	}
 }
