@@ -339,7 +339,7 @@ func TestWrongCopiesHaveAnError(t *testing.T) {
 }
 
 // TestKilledCopyContinues: a process that ends between the snapshot in the repository and the status does not make the
-// next one upload, or save a second snapshot.
+// next one upload: the next process adopts the snapshot, which leaves a single one.
 func TestKilledCopyContinues(t *testing.T) {
 	w, offsite := newPair(t)
 	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)})
@@ -352,7 +352,7 @@ func TestKilledCopyContinues(t *testing.T) {
 	c := w.newCopy("c", "b", "v", "offsite")
 	w.killed(c)
 	offsite.store.set(func(_ context.Context, operation, name string) error {
-		if operation == "put" && !strings.HasPrefix(name, "locks/") {
+		if operation == "put" && !strings.HasPrefix(name, "locks/") && !strings.HasPrefix(name, "snapshots/") {
 			t.Errorf("the second process writes %s", name)
 		}
 		return nil
@@ -364,6 +364,26 @@ func TestKilledCopyContinues(t *testing.T) {
 	}
 	offsite.check(1)
 	offsite.compare(c, v, 0)
+}
+
+// TestAdoptedCopyIsNotCompletedWith: as TestAdoptedSnapshotIsNotCompletedWith, for a copy whose target has another owner
+// for a while.
+func TestAdoptedCopyIsNotCompletedWith(t *testing.T) {
+	w, offsite := newPair(t)
+	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)})
+	w.start(nil)
+	w.awaitAvailable("offsite")
+	b := w.newBackup("b", v, 0)
+	w.awaitState(b, api.BackupCompleted)
+	w.stop()
+	allow := w.startUntilAllowed()
+	c := w.newCopy("c", "b", "v", "offsite")
+	w.receive(w.refused, "the node has made the copy")
+	offsite.adoptElsewhere(c)
+	allow()
+	w.awaitState(c, api.BackupCompleted)
+	offsite.compare(c, v, 0)
+	offsite.check(1)
 }
 
 // TestCopyIsDeletedWhileItRuns: neither a snapshot nor a lock stays in either repository.

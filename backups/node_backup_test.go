@@ -121,7 +121,7 @@ func TestBackupDescribesItsVolume(t *testing.T) {
 }
 
 // TestKilledProcessLeavesItsSnapshotToTheNext: a process that ends between the snapshot in the repository and the
-// status does not make the next one upload, or save a second snapshot.
+// status does not make the next one upload: the next process adopts the snapshot, which leaves a single one.
 func TestKilledProcessLeavesItsSnapshotToTheNext(t *testing.T) {
 	w := newWorld(t)
 	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)})
@@ -130,7 +130,7 @@ func TestKilledProcessLeavesItsSnapshotToTheNext(t *testing.T) {
 	w.killed(b)
 	w.held(b)
 	w.store.set(func(_ context.Context, operation, name string) error {
-		if operation == "put" && !strings.HasPrefix(name, "locks/") {
+		if operation == "put" && !strings.HasPrefix(name, "locks/") && !strings.HasPrefix(name, "snapshots/") {
 			t.Errorf("the second process writes %s", name)
 		}
 		return nil
@@ -145,6 +145,23 @@ func TestKilledProcessLeavesItsSnapshotToTheNext(t *testing.T) {
 	w.awaitReleased()
 	w.check(1)
 	w.compare(b, v, 0)
+}
+
+// TestAdoptedSnapshotIsNotCompletedWith: a node has stored a backup, and cannot write the status. Another node begins the
+// backup, adopts the snapshot and loses the backup to the first node again. The first node does not complete the Backup
+// with its own snapshot, which the other node deleted.
+func TestAdoptedSnapshotIsNotCompletedWith(t *testing.T) {
+	w := newWorld(t)
+	v := w.newVolume("v", 5*chunk, map[int64][]byte{0: randomBytes(1, 2*chunk)})
+	allow := w.startUntilAllowed()
+	b := w.newBackup("b", v, 0)
+	w.receive(w.refused, "the node has made the backup")
+	w.adoptElsewhere(b)
+	allow()
+	w.awaitState(b, api.BackupCompleted)
+	w.awaitReleased()
+	w.compare(b, v, 0)
+	w.check(1)
 }
 
 // TestIncompleteSnapshotIsNotAdopted: if the repository lost blobs of a killed process's snapshot, the next process

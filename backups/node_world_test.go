@@ -25,6 +25,7 @@ import (
 	"drover.io/drover/backups"
 	"drover.io/drover/backups/host"
 	"drover.io/drover/backups/host/targets"
+	"drover.io/drover/backups/mover"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/target"
 	"drover.io/drover/backups/target/folder"
@@ -167,7 +168,7 @@ type world struct {
 	stop   func()
 	open   func(ctx context.Context, url string) (block.Backup, error) // of the process
 
-	refused chan struct{} // closed when startUntilCompleted refuses the status
+	refused chan struct{} // closed when startUntilAllowed refuses the status
 }
 
 func newWorld(t *testing.T) *world {
@@ -210,19 +211,38 @@ func (w *world) start(refuse func(client.Object) error) {
 	w.stop = w.Run(mgr)
 }
 
-// startUntilCompleted starts a process that ends, at killed, before the status says that a backup is completed.
-func (w *world) startUntilCompleted() {
+// startUntilAllowed starts a process that cannot write that a backup is completed until the caller allows the write.
+func (w *world) startUntilAllowed() (allow func()) {
 	w.T.Helper()
 	w.refused = make(chan struct{})
+	var allowed atomic.Bool
 	once := sync.OnceFunc(func() { close(w.refused) })
 	w.start(func(o client.Object) error {
-		if b, ok := o.(*api.Backup); ok && b.Status.State == api.BackupCompleted {
+		if b, ok := o.(*api.Backup); ok && b.Status.State == api.BackupCompleted && !allowed.Load() {
 			once()
-			return errors.New("the process is killed here")
+			return errors.New("no answer")
 		}
 		return nil
 	})
+	return func() { allowed.Store(true) }
 }
+
+// adoptElsewhere is an attempt of another node that begins a backup, adopts its snapshot, and loses the backup again.
+func (w *world) adoptElsewhere(b *api.Backup) {
+	w.T.Helper()
+	r, err := repo.Open(w.Ctx, w.store.Store, api.PublishedPassword, repo.Options{Cache: w.T.TempDir()})
+	must(w.T, err)
+	adopted, err := targets.AdoptSnapshot(w.Ctx, r, api.UID(b.UID), func(context.Context) error { return nil },
+		mover.Adopt)
+	must(w.T, err)
+	if adopted == nil {
+		w.T.Fatal("the repository has no complete snapshot of the backup")
+	}
+	apitest.EditStatus(w.Server, b, func(b *api.Backup) { b.Status.OwnerID = "node-2" })
+}
+
+// startUntilCompleted starts a process that ends, at killed, before the status says that a backup is completed.
+func (w *world) startUntilCompleted() { _ = w.startUntilAllowed() }
 
 // killed ends the process of startUntilCompleted, which has made the backup.
 func (w *world) killed(b *api.Backup) {

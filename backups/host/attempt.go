@@ -40,8 +40,14 @@ func (a *attempt) run(ctx context.Context, w *work) error {
 	w.made.target = opened.Target.Spec.BackupTargetURL
 	if w.begun {
 		w.setPhase("looks for the snapshot of an earlier attempt in the backup target")
-		if found, err := adoptSnapshot(ctx, opened.Repository, a.b, &w.made); found || err != nil {
+		adopted, err := targets.AdoptSnapshot(ctx, opened.Repository, api.UID(a.b.GetUID()),
+			func(ctx context.Context) error { return a.confirmSource(ctx, w) }, mover.Adopt)
+		if err != nil {
 			return err
+		}
+		if adopted != nil {
+			w.made.adopted, w.made.snapshot, w.made.facts = true, adopted.Snapshot, adopted.Facts
+			return nil
 		}
 		w.setPhase("")
 	}
@@ -166,8 +172,8 @@ func (a *attempt) options(ctx context.Context, w *work, of content, size, rate i
 	return o, nil
 }
 
-// confirmSource returns an error if the Backup has ended, or another node makes it. A node that was cut off from the
-// API server may not know: its snapshot would be a second one of the Backup.
+// confirmSource returns an error if the Backup has ended, or another node makes it, or has begun it since. A node that
+// was cut off from the API server may not know: its snapshot would be a second one of the Backup.
 func (a *attempt) confirmSource(ctx context.Context, w *work) error {
 	now, err := findBackup(ctx, a.live, keyOf(a.b))
 	switch {
@@ -175,7 +181,7 @@ func (a *attempt) confirmSource(ctx context.Context, w *work) error {
 		return api.Explain(err, "backup %s: read the object before the commit", a.b.GetName())
 	case now == nil:
 		return api.Errorf(api.NotFound, "backup %s: the object was deleted before the commit", a.b.GetName())
-	case !w.serves(now, a.node):
+	case !w.serves(now, a.node) || now.Common().OwnerID != a.node:
 		return api.Errorf(api.Busy, "backup %s: this node does not make the backup any more", a.b.GetName())
 	}
 	return nil

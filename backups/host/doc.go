@@ -12,6 +12,8 @@
 //     write, so a conflict costs a reconcile and loses nothing.
 //   - A work begins after InProgress is in the status. So the next process, or the next node, knows that the repository
 //     may have a snapshot of the Backup, and looks for the snapshot before the next attempt or the deletion.
+//   - A Backup is completed with a snapshot that the node's own attempt wrote, while the node is the ownerID. Right
+//     before an attempt commits, or deletes what earlier attempts left, it confirms that the node makes the Backup.
 //   - A hold keeps the layers of the snapshot or image from the first attempt until the backup ends. The collector
 //     releases the holds that a killed process left: no unfinished backup needs them, and no work uses them (package
 //     holders).

@@ -190,11 +190,11 @@ func (l liveBackup) Get(_ context.Context, key client.ObjectKey, o client.Object
 }
 
 // TestOnlyTheSourceCommits: right before the commit, a node that was cut off from the API server learns that the Backup
-// is deleted, complete or made by another node.
+// is deleted, complete, made by another node, or was begun by another node.
 func TestOnlyTheSourceCommits(t *testing.T) {
 	source := api.ExportFact{Node: "me", Replica: "r"}
 	b := &api.Backup{ObjectMeta: apitest.Named("b"), Spec: api.BackupSpec{Source: &source}}
-	b.UID = "1"
+	b.UID, b.Status.OwnerID = "1", "me"
 	w := &work{object: b.UID, source: source}
 	for name, c := range map[string]struct {
 		change func(b *api.Backup)
@@ -203,6 +203,7 @@ func TestOnlyTheSourceCommits(t *testing.T) {
 		"unchanged":        {func(*api.Backup) {}, true},
 		"another node":     {func(b *api.Backup) { b.Spec.Source.Node = "other" }, false},
 		"another replica":  {func(b *api.Backup) { b.Spec.Source.Replica = "s" }, false},
+		"begun elsewhere":  {func(b *api.Backup) { b.Status.OwnerID = "other" }, false},
 		"no node":          {func(b *api.Backup) { b.Spec.Source = nil }, false},
 		"completed":        {func(b *api.Backup) { b.Status.SnapshotID = strings.Repeat("a", 64) }, false},
 		"deleted":          {func(b *api.Backup) { b.DeletionTimestamp = &metav1.Time{Time: time.Now()} }, false},

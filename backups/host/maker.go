@@ -206,6 +206,14 @@ func (m *maker) showProgress(ctx context.Context, b api.StoredBackup, w *work) (
 
 // endAttempt writes the outcome of an attempt into the status.
 func (m *maker) endAttempt(ctx context.Context, b api.StoredBackup, w *work) (ctrl.Result, error) {
+	if w.err == nil {
+		if again, err := targets.IsBegunElsewhere(ctx, m.live, b, m.node); err != nil {
+			return ctrl.Result{}, err
+		} else if again {
+			m.works.forget(w)
+			return m.beginAttempt(ctx, b)
+		}
+	}
 	old := copyOf(b)
 	if w.err == nil {
 		setCompleted(b, w)

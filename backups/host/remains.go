@@ -5,37 +5,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/host/targets"
-	"drover.io/drover/backups/mover"
-	"drover.io/drover/backups/repo"
-	"drover.io/drover/backups/tags"
 )
-
-// adoptSnapshot finds a complete snapshot of the object, and deletes other snapshots of the object.
-func adoptSnapshot(ctx context.Context, r *repo.Repository, b api.StoredBackup, made *completed) (found bool,
-	err error) {
-	list, err := targets.SnapshotsOf(ctx, r, api.UID(b.GetUID()))
-	if err != nil {
-		return false, err
-	}
-	for _, s := range list {
-		if !found {
-			complete, err := mover.IsComplete(ctx, r, s)
-			if err != nil {
-				return false, err
-			}
-			if complete {
-				found, made.adopted = true, true
-				made.snapshot = s.ID
-				made.facts, _ = tags.Parse(s.Tags)
-				continue
-			}
-		}
-		if err := r.DeleteSnapshots(ctx, s.ID); err != nil {
-			return false, err
-		}
-	}
-	return found, nil
-}
 
 // removal removes what an unfinished backup left in the repository and on the disk.
 type removal struct {

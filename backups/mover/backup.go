@@ -89,12 +89,14 @@ func Backup(ctx context.Context, r *repo.Repository, src Source, o BackupOptions
 		o.Description.Kind, o.Description.Name, attempts)
 }
 
-// IsComplete reports whether the repository has every blob of a snapshot that a session without an end left, such as
-// that of a process that was killed between the write of the snapshot and the checks of Backup.
-func IsComplete(ctx context.Context, r *repo.Repository, s repo.Snapshot) (complete bool, err error) {
+// Adopt commits the backup of a snapshot that a session without an end left, such as that of a process that was killed
+// between the write of the snapshot and the checks of Backup. The new snapshot, id, has the same content and is this
+// session's own: the other session may still run, and delete its snapshot. The caller deletes the other snapshot.
+// complete is false if the repository lacks a blob.
+func Adopt(ctx context.Context, r *repo.Repository, s repo.Snapshot) (id blob.ID, complete bool, err error) {
 	lock, err := r.Lock(ctx, repo.Shared)
 	if err != nil {
-		return false, err
+		return id, false, err
 	}
 	defer func() {
 		if closeErr := closeLock(ctx, lock); err != nil {
@@ -103,11 +105,18 @@ func IsComplete(ctx context.Context, r *repo.Repository, s repo.Snapshot) (compl
 	}()
 	blobs, err := r.LoadIndex(lock.Context())
 	if err != nil {
-		return false, err
+		return id, false, err
 	}
 	defer func() { err = errors.Join(err, blobs.Close()) }()
 	s.Parent = nil // no session ensured that the base outlived the snapshot
-	return isComplete(lock.Context(), r, blobs, s)
+	if complete, err = isComplete(lock.Context(), r, blobs, s); err != nil || !complete {
+		return id, false, err
+	}
+	id, err = commit(lock.Context(), r, lock, blobs, s)
+	if errors.Is(err, errSwept) && id == (blob.ID{}) {
+		return id, false, nil
+	}
+	return id, err == nil, err
 }
 
 // closeLock ends a session, even after the end of ctx.
@@ -162,7 +171,8 @@ func attempt(ctx context.Context, r *repo.Repository, src Source, o BackupOption
 	return result, err
 }
 
-// commit saves the snapshot, and deletes the snapshot again unless all blobs are safe. A sweep that hid packs before it
+// commit saves the snapshot, and deletes the snapshot again unless all blobs are safe. However late the deletion comes,
+// nobody relies on the snapshot: others adopt only its content (Adopt). A sweep that hid packs before it
 // could list the snapshot replaced index files before confirm. A sweep that took the session for dead deleted the lock.
 // A sweep that did not keep the packs of the base saw no base.
 func commit(ctx context.Context, r *repo.Repository, lock *repo.Lock, blobs *repo.Blobs, s repo.Snapshot) (

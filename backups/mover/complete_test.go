@@ -3,6 +3,7 @@ package mover
 import (
 	"context"
 	"fmt"
+	"reflect"
 	"testing"
 
 	"drover.io/drover/backups/repo"
@@ -20,9 +21,9 @@ func (w *world) snapshot(id blob.ID) repo.Snapshot {
 	return s
 }
 
-// TestIsComplete: a snapshot is complete while the index has all blobs, those of the base included, whether or not the
-// base still exists.
-func TestIsComplete(t *testing.T) {
+// TestAdopt: a snapshot can be adopted while the index has all blobs, those of the base included, whether or not the base
+// still exists. The new snapshot has an id of its own and the same content.
+func TestAdopt(t *testing.T) {
 	w := newWorld(t)
 	src := newDisk(4 * chunkSize)
 	src.fill(1, 0, 1)
@@ -34,20 +35,28 @@ func TestIsComplete(t *testing.T) {
 	o := options("v")
 	o.Base, o.Changed = &first.Snapshot, []int64{2}
 	second := w.backup(src, o)
-	complete := func(id blob.ID, want bool) {
+	adopts := func(id blob.ID, want bool) {
 		t.Helper()
-		got, err := IsComplete(context.Background(), w.r, w.snapshot(id))
+		own, got, err := Adopt(t.Context(), w.r, w.snapshot(id))
 		must(t, err)
-		if got != want {
-			t.Errorf("snapshot %.8s: complete is %v", id, got)
+		if got != want || got != (own != blob.ID{}) || own == id {
+			t.Errorf("snapshot %.8s: adopted as %.8s: %v, want %v", id, own, got, want)
+		}
+		if !got {
+			return
+		}
+		a, b := w.snapshot(id), w.snapshot(own)
+		a.ID, a.Parent = b.ID, nil
+		if !reflect.DeepEqual(a, b) {
+			t.Errorf("snapshot %+v adopted as %+v", a, b)
 		}
 	}
-	complete(first.Snapshot, true)
-	complete(second.Snapshot, true)
+	adopts(first.Snapshot, true)
+	adopts(second.Snapshot, true)
 	must(t, w.r.DeleteSnapshots(t.Context(), first.Snapshot))
-	complete(second.Snapshot, true)
+	adopts(second.Snapshot, true)
 	must(t, w.store.Delete(t.Context(), old...)) // of the blobs of the base
-	complete(second.Snapshot, false)
+	adopts(second.Snapshot, false)
 	if n := w.store.counts["put locks"]; n == 0 {
 		t.Error("no session had a lock")
 	}

@@ -52,8 +52,15 @@ func (a *attempt) copy(ctx context.Context, o *outcome) error {
 	defer opened.Close()
 	o.url = opened.Target.Spec.BackupTargetURL
 	if a.begun {
-		if found, err := a.adopt(ctx, opened.Repository, o); found || err != nil {
+		adopted, err := targets.AdoptSnapshot(ctx, opened.Repository, api.UID(a.b.GetUID()), a.confirmOwner,
+			mover.Adopt)
+		if err != nil {
 			return err
+		}
+		if adopted != nil {
+			o.snapshot, o.facts = adopted.Snapshot, adopted.Facts
+			o.facts.Backup = a.b.GetName()
+			return nil
 		}
 	}
 	id, err := blob.Parse(a.origin.Common().SnapshotID)
@@ -89,32 +96,6 @@ func (r *reconciler) openTarget(ctx context.Context, b api.StoredBackup) (*targe
 	return r.repositories.OpenToWrite(ctx, b.Target())
 }
 
-// adopt finds the complete snapshot of an earlier attempt, and deletes other snapshots of the Backup.
-func (a *attempt) adopt(ctx context.Context, r *repo.Repository, o *outcome) (found bool, err error) {
-	list, err := targets.SnapshotsOf(ctx, r, api.UID(a.b.GetUID()))
-	if err != nil {
-		return false, err
-	}
-	for _, s := range list {
-		complete := false
-		if !found {
-			if complete, err = mover.IsComplete(ctx, r, s); err != nil {
-				return false, err
-			}
-		}
-		if complete {
-			found, o.snapshot = true, s.ID
-			o.facts, _ = tags.Parse(s.Tags)
-			o.facts.Backup = a.b.GetName()
-			continue
-		}
-		if err := r.DeleteSnapshots(ctx, s.ID); err != nil {
-			return false, err
-		}
-	}
-	return found, nil
-}
-
 // writer bounds the packs of the copy, whose other buffers take as many bytes as beside.
 func (a *attempt) writer(beside int64) repo.WriterOptions {
 	memory := a.repositories.Memory().Copies
@@ -130,15 +111,23 @@ func (a *attempt) finishFacts(ctx context.Context, f *tags.Facts, result mover.R
 	}
 	f.Backup, f.Origin, f.Object = a.b.GetName(), a.origin.GetName(), api.UID(a.b.GetUID())
 	f.Node, f.Uploaded = a.node, result.StoredBytes
+	if err := a.confirmOwner(ctx); err != nil {
+		return nil, err
+	}
+	return f.Tags(), nil
+}
+
+// confirmOwner returns an error if the copy has ended, or another node makes it.
+func (a *attempt) confirmOwner(ctx context.Context) error {
 	now := a.kind.newObject()
 	if err := a.live.Get(ctx, client.ObjectKeyFromObject(a.b), now); err != nil {
-		return nil, api.Explain(err, "backup %s: read the object before the commit", a.b.GetName())
+		return api.Explain(err, "backup %s: read the object before the commit", a.b.GetName())
 	}
 	if s := now.Common(); now.GetUID() != a.b.GetUID() || now.GetDeletionTimestamp() != nil || s.OwnerID != a.node ||
 		s.State != api.BackupInProgress {
-		return nil, api.Errorf(api.Busy, "backup %s: this node does not make the copy any more", a.b.GetName())
+		return api.Errorf(api.Busy, "backup %s: this node does not make the copy any more", a.b.GetName())
 	}
-	return f.Tags(), nil
+	return nil
 }
 
 // copyRepository copies the snapshot id of the origin's repository.

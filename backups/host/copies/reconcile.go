@@ -108,7 +108,17 @@ func (r *reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resu
 func (r *reconciler) followWork(ctx context.Context, b api.StoredBackup, w *work) (ctrl.Result, error) {
 	result, ended := w.job.Result()
 	st, old := b.Common(), b.Common().DeepCopy()
-	st.OwnerID = r.node
+	if ended && !w.removal && result.err == nil {
+		if again, err := targets.IsBegunElsewhere(ctx, r.live, b, r.node); err != nil {
+			return ctrl.Result{}, err
+		} else if again {
+			r.setWork(b.GetName(), nil)
+			return r.beginAttempt(ctx, b)
+		}
+	}
+	if ended {
+		st.OwnerID = r.node
+	}
 	switch {
 	case !ended && w.removal:
 		return ctrl.Result{}, nil // the end of the job wakes the reconciler

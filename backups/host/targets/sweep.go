@@ -12,7 +12,6 @@ import (
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
 	"drover.io/drover/backups/repo/blob"
-	"drover.io/drover/backups/tags"
 )
 
 // sweepResult is the outcome of a sweep.
@@ -183,6 +182,9 @@ func (r *Repositories) deleteSnapshots(ctx context.Context, t *api.BackupTarget,
 		}
 		deleted := slices.Clone(result.ids)
 		for i := range left {
+			if slices.Contains(ids, left[i].ID) {
+				continue
+			}
 			if holder, kept := result.kept[left[i].ID]; kept {
 				return api.Errorf(api.Busy, "%s restores snapshot %.8s in another cluster", holder, left[i].ID)
 			}
@@ -191,33 +193,6 @@ func (r *Repositories) deleteSnapshots(ctx context.Context, t *api.BackupTarget,
 		return opened.DeleteSnapshots(ctx, deleted...)
 	})
 	return result
-}
-
-// SnapshotsOf finds the snapshots whose tags name one of the objects.
-func SnapshotsOf(ctx context.Context, r *repo.Repository, objects ...api.UID) (found []repo.Snapshot, err error) {
-	if len(objects) == 0 {
-		return nil, nil
-	}
-	files, err := r.ListSnapshots(ctx)
-	if err != nil {
-		return nil, err
-	}
-	var mu sync.Mutex
-	err = r.LoadSnapshots(ctx, files, func(_ int, s repo.Snapshot, err error) error {
-		switch {
-		case repo.IsDamage(err): // deleted meanwhile, or the concern of verification
-			return nil
-		case err != nil:
-			return err
-		}
-		if facts, ok := tags.Parse(s.Tags); ok && slices.Contains(objects, facts.Object) {
-			mu.Lock()
-			defer mu.Unlock()
-			found = append(found, s)
-		}
-		return nil
-	})
-	return found, err
 }
 
 // isPassing reports whether the cause of a failed sweep may pass without a person.
