@@ -94,7 +94,8 @@ func (r *targetReconciler) startDeletion(ctx context.Context, t *api.BackupTarge
 		for _, b := range waiting[:min(len(waiting), deletionBatch)] {
 			if id, has := snapshotOf(b); has {
 				ids = append(ids, id)
-			} else { // an attempt may have left a snapshot that the status does not name
+			}
+			if b.FoundSnapshot() == "" { // an attempt may have left a snapshot that the status does not name
 				objects = append(objects, api.UID(b.GetUID()))
 			}
 		}

@@ -121,6 +121,27 @@ func TestDeletionWaitsForAnotherCluster(t *testing.T) {
 	}
 }
 
+// TestDeletionFindsFurtherSnapshots: with a Backup that this cluster made, all snapshots of the object are deleted, also
+// those that the status does not name; else the next visit would find a backup.
+func TestDeletionFindsFurtherSnapshots(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	named := s.save(100, factsOf("b").Tags()...)
+	b := w.makeBackup("b", "default", named)
+	f := factsOf("b")
+	f.Object = api.UID(b.UID)
+	further := s.save(100, f.Tags()...)
+	kept := s.save(100, factsOf("kept").Tags()...)
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	w.Delete(b)
+	w.AwaitDeleted(b, &api.BackupList{})
+	if s.has(named) || s.has(further) || !s.has(kept) {
+		t.Errorf("the store has the named snapshot: %v, the further one: %v, that of another backup: %v", s.has(named),
+			s.has(further), s.has(kept))
+	}
+}
+
 // TestDeletionWaitsForAVolumeWithoutRoom: a deleted Backup stays while a volume from the backup waits for a disk, and has
 // no hidden image yet. A volume whose hidden image is ready needs the backup no more.
 func TestDeletionWaitsForAVolumeWithoutRoom(t *testing.T) {
