@@ -62,11 +62,15 @@ func (r *Repositories) cacheOf(t *api.BackupTarget) string {
 }
 
 // addressOpener is the default of Options.OpenStore. Shares are mounted below the folder mounts.
-func addressOpener(mounts *share.Mounts) func(context.Context, string, map[string][]byte) (target.Store, error) {
+func addressOpener(mounts *share.Mounts, log *slog.Logger) func(context.Context, string, map[string][]byte) (
+	target.Store, error) {
 	return func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error) {
 		a, err := address.Parse(url)
 		if err != nil {
 			return nil, &fault{api.ReasonBadURL, err}
+		}
+		if why := a.ExplainStale(); why != "" {
+			log.Warn("sweeps of a backup target may delete packs that backups of other nodes need", "url", url, "cause", why)
 		}
 		store, err := a.Open(ctx, secret, mounts)
 		if api.Is(err, api.Invalid) {

@@ -71,7 +71,7 @@ func (o Options) withDefaults() Options {
 		o.Now = time.Now
 	}
 	if o.OpenStore == nil {
-		o.OpenStore = addressOpener(share.NewMounts(o.Mounts))
+		o.OpenStore = addressOpener(share.NewMounts(o.Mounts), o.Log)
 	}
 	if o.Memory == nil {
 		o.Memory = NewMemory(0)

@@ -1,6 +1,7 @@
 package targets
 
 import (
+	"log/slog"
 	"net/http/httptest"
 	"testing"
 	"time"
@@ -33,7 +34,7 @@ func TestBucketWorksTheWholeWay(t *testing.T) {
 		CredentialSecret: &api.SecretRef{Name: "bucket", Namespace: "default"}}})
 	w.awaitReason("default", api.ReasonAvailable, "")
 
-	store, err := addressOpener(nil)(t.Context(), url, secret.Data)
+	store, err := addressOpener(nil, slog.New(slog.DiscardHandler))(t.Context(), url, secret.Data)
 	must(t, err)
 	r, err := repo.Open(t.Context(), store, "right", repo.Options{Cache: t.TempDir()})
 	must(t, err)

@@ -242,7 +242,7 @@ func (h *hooks) open(ctx context.Context, url string, secret map[string][]byte) 
 	if err := h.begin(ctx, "open", url); err != nil {
 		return nil, err
 	}
-	s, err := addressOpener(nil)(ctx, url, secret)
+	s, err := addressOpener(nil, slog.New(slog.DiscardHandler))(ctx, url, secret)
 	if err != nil {
 		return nil, err
 	}

@@ -233,6 +233,16 @@ func (a Address) Open(ctx context.Context, secret map[string][]byte, mounts *sha
 	}))
 }
 
+// ExplainStale says why a folder is on a mount whose answers are older than sweeps bear; empty: no such mount is known.
+// A share never is: its options are checked.
+func (a Address) ExplainStale() string {
+	if a.folder == "" {
+		return ""
+	}
+	why, _ := share.ExplainStale(a.folder) // without a mount table there is nothing to warn of
+	return why
+}
+
 // opened is a store, or nil, and not a nil pointer in the interface.
 func opened[S target.Store](store S, err error) (target.Store, error) {
 	if err != nil {

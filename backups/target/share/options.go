@@ -1,12 +1,16 @@
 package share
 
 import (
+	"fmt"
 	"net/netip"
 	"path"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"unicode"
+
+	"github.com/moby/sys/mountinfo"
 
 	"drover.io/drover/api"
 )
@@ -38,7 +42,7 @@ var (
 var allowed = map[Kind]map[string]bool{
 	NFS: names("ac acdirmax acdirmin acl acregmax acregmin actimeo async clientaddr cto fg hard intr local_lock lock " +
 		"lookupcache max_connect minorversion mounthost mountport mountproto mountvers nconnect nfsvers noac noacl noatime " +
-		"nocto nodiratime nolock nordirplus noresvport nosharecache port proto rdirplus relatime resvport retrans retry ro " +
+		"nodiratime nolock nordirplus noresvport nosharecache port proto rdirplus relatime resvport retrans retry ro " +
 		"rsize rw sec sharecache soft softerr softreval sync tcp timeo trunkdiscovery udp vers wsize xprtsec"),
 	CIFS: names("acdirmax acregmax actimeo addr cache closetimeo dir_mode dom domain echo_interval esize file_mode gid " +
 		"guest handletimeout hard iocharset ip mapchars mapposix max_channels max_credits mfsymlinks min_enc_offload " +
@@ -87,6 +91,9 @@ func checkOptions(kind Kind, options string) error {
 	}
 	for i, option := range strings.Split(options, ",") {
 		name, value, has := strings.Cut(option, "=")
+		if why := explainStale(name, value); why != "" {
+			return invalid(why)
+		}
 		if !allowed[kind][name] {
 			return api.Errorf(api.Invalid, "option %d of the mount is not allowed; docs/backups.md lists the allowed options",
 				i+1)
@@ -97,6 +104,63 @@ func checkOptions(kind Kind, options string) error {
 		}
 	}
 	return nil
+}
+
+// longestCache is how many seconds a client may take attributes of files and folders from its cache. A session that
+// slept would find its deleted lock for so long, and rely on packs that a sweep deletes.
+const longestCache = 1
+
+var cacheTimes = names("acdirmax acdirmin acregmax acregmin actimeo")
+
+// explainStale says why an option makes answers of the file server older than sessions and sweeps bear; empty: it does
+// not. Without close-to-open consistency, lists are as old as the attributes of the folder.
+func explainStale(name, value string) string {
+	seconds, err := strconv.Atoi(value)
+	switch {
+	case name == "nocto":
+		return "the mount option nocto makes lists of a folder up to a minute old, and sweeps need the present one; remove " +
+			"the option"
+	case cacheTimes[name] && (err != nil || seconds < 0 || seconds > longestCache):
+		return fmt.Sprintf("the mount option %s keeps attributes in the cache, at most %d second is allowed; remove the "+
+			"option, or write %s=%d", name, longestCache, name, longestCache)
+	}
+	return ""
+}
+
+// ExplainStale says why the answers of a file server below a folder may be older than sessions and sweeps bear; empty:
+// they are not. It reads the mount table alone, and follows no symbolic link, so no server can delay it.
+func ExplainStale(folder string) (string, error) {
+	mounts, err := mountinfo.GetMounts(mountinfo.ParentsFilter(folder))
+	if err != nil || len(mounts) == 0 {
+		return "", err
+	}
+	top := mounts[0]
+	for _, m := range mounts[1:] { // of two mounts at one place, the later one is on top
+		if len(m.Mountpoint) >= len(top.Mountpoint) {
+			top = m
+		}
+	}
+	return explainMount(top), nil
+}
+
+// explainMount is ExplainStale for a mount. The table lists no times that are NFS's own defaults, of up to a minute.
+func explainMount(m *mountinfo.Info) string {
+	if m.FSType != "nfs" && m.FSType != "nfs4" {
+		return ""
+	}
+	timed := false
+	for option := range strings.SplitSeq(m.VFSOptions, ",") {
+		name, value, _ := strings.Cut(option, "=")
+		if why := explainStale(name, value); why != "" {
+			return why
+		}
+		timed = timed || name == "noac" || name == "acdirmax"
+	}
+	if !timed {
+		return fmt.Sprintf("NFS keeps attributes of the folder in the cache for up to a minute; mount it with actimeo=%d",
+			longestCache)
+	}
+	return ""
 }
 
 // String names the share in errors.
@@ -124,11 +188,16 @@ func (s Share) source() string {
 // mountOptions are the options without the version. Each call of a soft mount ends. retry=0, because a mount of a
 // server that does not answer is tried again later by the caller, and mount(8) would only hide the reason.
 func (s Share) mountOptions() []string {
-	given := strings.Split(s.options, ",")
-	if s.options == "" {
-		given = map[Kind][]string{NFS: {"actimeo=1", "timeo=300"}}[s.kind]
+	var options []string
+	if s.kind == NFS && !s.has("actimeo", "noac") {
+		options = append(options, fmt.Sprintf("actimeo=%d", longestCache)) // first: acdirmax and so on count after it
 	}
-	options := slices.Clone(given)
+	switch {
+	case s.options != "":
+		options = append(options, strings.Split(s.options, ",")...)
+	case s.kind == NFS:
+		options = append(options, "timeo=300")
+	}
 	if !s.has("soft", "softerr", "hard") {
 		options = append(options, "soft")
 	}

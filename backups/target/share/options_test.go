@@ -4,6 +4,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/moby/sys/mountinfo"
+
 	"drover.io/drover/api"
 )
 
@@ -37,6 +39,52 @@ func TestDangerousOptionsAreRefused(t *testing.T) {
 		if _, err := New(c.kind, "server", "/a", c.options); err != nil {
 			t.Errorf("%s %q: %v", c.kind, c.options, err)
 		}
+	}
+}
+
+// TestStaleAnswersAreRefused: options that make lists or lookups older than sweeps bear are refused by name, and NFS has
+// a short cache whatever other options the URL has.
+func TestStaleAnswersAreRefused(t *testing.T) {
+	for _, c := range []struct {
+		kind    Kind
+		options string
+		want    string // the first options of the mount; empty: refused
+	}{
+		{NFS, "nocto", ""}, {NFS, "soft,nocto", ""}, {NFS, "actimeo=2", ""}, {NFS, "actimeo=600", ""}, {NFS, "actimeo", ""},
+		{NFS, "acdirmin=30", ""}, {NFS, "acdirmax=60", ""}, {NFS, "acregmin=3", ""}, {NFS, "acregmax=60", ""},
+		{NFS, "actimeo=-1", ""}, {NFS, "actimeo=0x7", ""}, {CIFS, "actimeo=60", ""}, {CIFS, "acdirmax=60", ""},
+		{NFS, "", "actimeo=1,timeo=300,soft,"}, {NFS, "timeo=330,hard", "actimeo=1,timeo=330,hard,"},
+		{NFS, "acdirmax=0", "actimeo=1,acdirmax=0,"}, {NFS, "actimeo=0", "actimeo=0,soft,"}, {NFS, "noac", "noac,soft,"},
+		{CIFS, "actimeo=1", "actimeo=1,soft"}, {CIFS, "", "soft"},
+	} {
+		s, err := New(c.kind, "server", "/a", c.options)
+		if c.want == "" {
+			if name, _, _ := strings.Cut(c.options[strings.LastIndex(c.options, ",")+1:], "="); !api.Is(err, api.Invalid) ||
+				!strings.Contains(err.Error(), "option "+name+" ") {
+				t.Errorf("%s %q: %v", c.kind, c.options, err)
+			}
+		} else if got := strings.Join(s.mountOptions(), ","); err != nil || !strings.HasPrefix(got, c.want) {
+			t.Errorf("%s %q: %q, %v; want %q", c.kind, c.options, got, err, c.want)
+		}
+	}
+}
+
+// TestStaleMountsAreFound: by the mount table, as the kernel writes it.
+func TestStaleMountsAreFound(t *testing.T) {
+	for _, c := range []struct{ kind, options, want string }{
+		{"nfs4", "rw,vers=4.2,rsize=1048576,hard,nocto,acregmin=1,acregmax=1,acdirmin=1,acdirmax=1", "nocto"},
+		{"nfs4", "rw,vers=4.2,hard", "actimeo=1"},
+		{"nfs", "rw,vers=3,acregmin=1,acregmax=1,acdirmin=1,acdirmax=30", "acdirmax"},
+		{"nfs4", "rw,vers=4.2,soft,acregmin=1,acregmax=1,acdirmin=1,acdirmax=1", ""}, {"nfs", "rw,sync,noac", ""},
+		{"ext4", "rw", ""},
+	} {
+		why := explainMount(&mountinfo.Info{FSType: c.kind, VFSOptions: c.options})
+		if !strings.Contains(why, c.want) || (why == "") != (c.want == "") {
+			t.Errorf("%s %s: %q, want %q", c.kind, c.options, why, c.want)
+		}
+	}
+	if why, err := ExplainStale(t.TempDir()); why != "" || err != nil {
+		t.Errorf("a local folder: %q, %v", why, err)
 	}
 }
 

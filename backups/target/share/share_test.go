@@ -147,7 +147,7 @@ func TestVersionsOfNFSAreTriedInTurn(t *testing.T) {
 		t.Errorf("open: %v", err)
 	}
 	if got := strings.Count(w.calls(t), "-t nfs"); got != 1 || !strings.Contains(w.calls(t),
-		"-o vers=4.2,hard,nconnect=4,retry=0,nosuid,nodev,noexec server:/backups") {
+		"-o actimeo=1,vers=4.2,hard,nconnect=4,retry=0,nosuid,nodev,noexec server:/backups") {
 		t.Errorf("%d calls of mount: %s", got, w.calls(t))
 	}
 	w.mustBeClean(t)
