@@ -175,7 +175,7 @@ func (m *Manifest) readSegments(ctx context.Context, group int64, list []int64,
 		var content []blob.ID
 		var sum *blob.ID
 		if err == nil {
-			content, sum, err = decodeFolder(plain)
+			content, sum, err = decodeFolder(plain, SegmentLength(m.Size, list[i]))
 		}
 		if err == nil && sum != nil {
 			mu.Lock()
@@ -193,12 +193,13 @@ func (m *Manifest) readSegments(ctx context.Context, group int64, list []int64,
 	})
 }
 
-func decodeFolder(plain []byte) (content []blob.ID, sums *blob.ID, err error) {
+// decodeFolder decodes the tree of a segment of length bytes.
+func decodeFolder(plain []byte, length int64) (content []blob.ID, sums *blob.ID, err error) {
 	nodes, err := tree.Decode(plain)
 	if err != nil {
 		return nil, nil, err
 	}
-	return segmentFiles(nodes)
+	return segmentFiles(nodes, length)
 }
 
 func (m *Manifest) finishSegment(s openSegment, sums []byte, err error, each func(int64, []Chunk, error) error) error {
@@ -220,70 +221,32 @@ func (m *Manifest) segmentTrees(ctx context.Context, group int64) ([]blob.ID, er
 	if ids != nil {
 		return ids, nil
 	}
-	nodes, err := m.blobs.ReadTree(ctx, m.groups[group])
-	if err == nil {
-		ids, err = subtrees(nodes, min(GroupSegments, Segments(m.Size)-group*GroupSegments), segmentName)
-	}
-	if err != nil {
-		return nil, api.Errorf(api.KindOf(err), "backup %.8s: group %d: %w", m.Snapshot, group, err)
-	}
-	m.mu.Lock()
-	m.segments[group] = ids
-	m.mu.Unlock()
-	return ids, nil
-}
-
-// CheckBlobs returns nil if the index has every blob of the segments that base, which may be nil, does not share, and
-// an error of kind NotFound for the first missing blob.
-func (m *Manifest) CheckBlobs(ctx context.Context, base *Manifest) error {
-	for g := range int64(len(m.groups)) {
-		if base != nil && g < int64(len(base.groups)) && base.groups[g] == m.groups[g] {
-			continue
-		}
-		list, err := m.unshared(ctx, g, base)
-		if err != nil {
-			return err
-		}
-		err = m.readSegments(ctx, g, list, func(_ int64, chunks []Chunk, err error) error {
-			for i := 0; i < len(chunks) && err == nil; i++ {
-				err = m.checkChunk(ctx, &chunks[i])
-			}
-			return err
-		})
-		if err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// unshared are the segments of a group that differ from those of base.
-func (m *Manifest) unshared(ctx context.Context, group int64, base *Manifest) (list []int64, err error) {
-	trees, err := m.segmentTrees(ctx, group)
-	if err != nil {
+	if err := m.readGroups(ctx, group, group+1); err != nil {
 		return nil, err
 	}
-	var old []blob.ID
-	if base != nil && group < int64(len(base.groups)) {
-		if old, err = base.segmentTrees(ctx, group); err != nil {
-			return nil, err
-		}
-	}
-	for i := range trees {
-		if i >= len(old) || old[i] != trees[i] {
-			list = append(list, group*GroupSegments+int64(i))
-		}
-	}
-	return list, nil
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.segments[group], nil
 }
 
-func (m *Manifest) checkChunk(ctx context.Context, c *Chunk) error {
-	for _, id := range c.blobs() {
-		if has, err := m.blobs.Has(ctx, id, blob.Data); err != nil {
-			return err
-		} else if !has {
-			return api.Errorf(api.NotFound, "backup: data blob %s: not in the index", id)
+// readGroups reads the trees of the groups from first to before end.
+func (m *Manifest) readGroups(ctx context.Context, first, end int64) error {
+	return m.blobs.ReadMany(ctx, blob.Tree, m.groups[first:end], func(i int, plain []byte, err error) error {
+		group := first + int64(i)
+		var nodes []tree.Node
+		if err == nil {
+			nodes, err = tree.Decode(plain)
 		}
-	}
-	return nil
+		var ids []blob.ID
+		if err == nil {
+			ids, err = subtrees(nodes, min(GroupSegments, Segments(m.Size)-group*GroupSegments), segmentName)
+		}
+		if err != nil {
+			return api.Errorf(api.KindOf(err), "backup %.8s: group %d: %w", m.Snapshot, group, err)
+		}
+		m.mu.Lock()
+		m.segments[group] = ids
+		m.mu.Unlock()
+		return nil
+	})
 }

@@ -51,19 +51,23 @@ func segmentNodes(chunks []Chunk, n int64, sums *blob.ID) []tree.Node {
 	return nodes
 }
 
-// segmentFiles finds the files in the folder of a segment. sums is nil if the segment has no fragments.
-func segmentFiles(nodes []tree.Node) (content []blob.ID, sums *blob.ID, err error) {
+// segmentFiles finds the files in the folder of a segment of length bytes. sums is nil if the segment has no
+// fragments. `restic repair snapshots` takes missing blobs out of a file: the file becomes shorter, and nothing says
+// where the blobs were.
+func segmentFiles(nodes []tree.Node, length int64) (content []blob.ID, sums *blob.ID, err error) {
+	size := int64(0)
 	for _, n := range nodes {
 		switch {
 		case n.Type != tree.File:
 		case n.Name == dataName:
-			content = n.Content
+			content, size = n.Content, n.Size
 		case n.Name == sumsName && len(n.Content) == 1:
 			sums = &n.Content[0]
 		}
 	}
-	if len(content) == 0 {
-		return nil, nil, api.Errorf(api.Corrupt, "the folder has no file %s, or an empty one", dataName)
+	if len(content) == 0 || size != length {
+		return nil, nil, api.Errorf(api.Corrupt, "the folder has a file %s of %d blobs and %d bytes instead of %d bytes",
+			dataName, len(content), size, length)
 	}
 	return content, sums, nil
 }

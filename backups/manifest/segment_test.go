@@ -145,8 +145,13 @@ func TestDamagedSegmentIsRefused(t *testing.T) {
 			}
 		}
 	}
-	_, _, err := segmentFiles([]tree.Node{{Name: "data", Type: tree.Folder}, {Name: "x", Type: tree.File}})
+	_, _, err := segmentFiles([]tree.Node{{Name: "data", Type: tree.Folder}, {Name: "x", Type: tree.File}}, n)
 	if !api.Is(err, api.Corrupt) {
 		t.Errorf("a folder without data: %v", err)
+	}
+	data := segmentNodes(randomChunks(random, n, 0), n, nil)
+	data[0].Content, data[0].Size = data[0].Content[1:], n-block.ChunkSize // as restic repairs snapshots
+	if _, _, err = segmentFiles(data, n); !api.Is(err, api.Corrupt) {
+		t.Errorf("a file without one of its blobs: %v", err)
 	}
 }

@@ -108,8 +108,7 @@ func Adopt(ctx context.Context, r *repo.Repository, s repo.Snapshot) (id blob.ID
 		return id, false, err
 	}
 	defer func() { err = errors.Join(err, blobs.Close()) }()
-	s.Parent = nil // no session ensured that the base outlived the snapshot
-	if complete, err = isComplete(lock.Context(), r, blobs, s); err != nil || !complete {
+	if complete, err = isComplete(lock.Context(), blobs, s); err != nil || !complete {
 		return id, false, err
 	}
 	id, err = commit(lock.Context(), r, lock, blobs, s)
@@ -174,7 +173,6 @@ func attempt(ctx context.Context, r *repo.Repository, src Source, o BackupOption
 // commit saves the snapshot, and deletes the snapshot again unless all blobs are safe. However late the deletion comes,
 // nobody relies on the snapshot: others adopt only its content (Adopt). A sweep that hid packs before it
 // could list the snapshot replaced index files before confirm. A sweep that took the session for dead deleted the lock.
-// A sweep that did not keep the packs of the base saw no base.
 func commit(ctx context.Context, r *repo.Repository, lock *repo.Lock, blobs *repo.Blobs, s repo.Snapshot) (
 	blob.ID, error) {
 	id, err := r.SaveSnapshot(ctx, s) // the store may have the object although it reports an error
@@ -183,11 +181,6 @@ func commit(ctx context.Context, r *repo.Repository, lock *repo.Lock, blobs *rep
 	}
 	if err == nil {
 		err = confirm(ctx, r, blobs, s)
-	}
-	if err == nil && s.Parent != nil {
-		if _, err = r.FindSnapshot(ctx, *s.Parent); api.Is(err, api.NotFound) {
-			err = errSwept
-		}
 	}
 	if err == nil {
 		return id, nil
@@ -200,8 +193,8 @@ func commit(ctx context.Context, r *repo.Repository, lock *repo.Lock, blobs *rep
 	return blob.ID{}, err
 }
 
-// openBase opens the base, or returns nil if the backup has no usable base. While the base exists, sweeps keep its
-// blobs; commit looks whether the base still exists.
+// openBase opens the base, or returns nil if the backup has no usable base. The index has all blobs of a usable base:
+// the session relies on these blobs as on others that the session finds in the index.
 func openBase(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, size int64, o BackupOptions) (
 	*manifest.Manifest, error) {
 	if o.Base == nil || o.Reread {
@@ -215,10 +208,9 @@ func openBase(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, size i
 		return nil, err
 	case base.Kind != o.Description.Kind || base.Name != o.Description.Name || !manifest.Fits(base.Size, size):
 		return nil, nil
-	case blobs.HasMarks(): // the new backup would share blobs that the store lost
-		err = base.CheckBlobs(ctx, nil)
 	}
-	if api.Is(err, api.NotFound) || repo.IsDamage(err) {
+	err = base.CheckBlobs(ctx)
+	if repo.IsDamage(err) { // the new backup would share blobs that the store lost
 		return nil, nil
 	}
 	return base, err
@@ -237,7 +229,7 @@ func openSnapshot(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, id
 }
 
 // confirm returns nil when all blobs of the new snapshot are in an index that is current. When sweeps replaced index
-// files meanwhile, confirm loads the index again, and looks for the blobs that the base does not have. Blobs that are
+// files meanwhile, or an index file was lost, confirm loads the index again, and looks for all blobs. Blobs that are
 // gone are errSwept.
 func confirm(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, s repo.Snapshot) error {
 	for {
@@ -250,7 +242,7 @@ func confirm(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, s repo.
 			return err
 		}
 		defer again.Close() //nolint:errcheck // a table that is only read
-		complete, err := isComplete(ctx, r, again, s)
+		complete, err := isComplete(ctx, again, s)
 		if err != nil {
 			return err
 		}
@@ -262,14 +254,10 @@ func confirm(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, s repo.
 }
 
 // isComplete reports whether blobs has all of a manifest.
-func isComplete(ctx context.Context, r *repo.Repository, blobs *repo.Blobs, s repo.Snapshot) (bool, error) {
+func isComplete(ctx context.Context, blobs *repo.Blobs, s repo.Snapshot) (bool, error) {
 	m, err := manifest.Open(ctx, blobs, s)
-	var base *manifest.Manifest
-	if err == nil && s.Parent != nil {
-		base, err = openSnapshot(ctx, r, blobs, *s.Parent)
-	}
 	if err == nil {
-		err = m.CheckBlobs(ctx, base)
+		err = m.CheckBlobs(ctx)
 	}
 	if repo.IsDamage(err) {
 		return false, nil

@@ -2,8 +2,10 @@ package mover
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -162,6 +164,109 @@ func TestDamagedBaseIsNoBase(t *testing.T) {
 	result := w.backup(v3, o)
 	if lost == 0 || !result.Full {
 		t.Errorf("%d packs are lost: %+v", lost, result)
+	}
+	w.compare(result.Snapshot, v3)
+}
+
+// baseLosses are how the store loses blobs of a base, after which a pack or index file of the first backup is needed by
+// the second one, too.
+var baseLosses = map[string]func(w *world, firstPacks, firstIndex []string){
+	"a pack, and restic made a new index": func(w *world, firstPacks, _ []string) {
+		w.losePacks(1, func(name string, size int64) bool { return slices.Contains(firstPacks, name) && size > 2*chunkSize })
+		w.restic("rebuild-index")
+		w.open()
+	},
+	"an index file": func(w *world, _, firstIndex []string) {
+		for _, name := range firstIndex {
+			must(w, os.Remove(filepath.Join(w.folder, name)))
+		}
+		w.open()
+	},
+	"a pack of trees, which the cache has": func(w *world, firstPacks, _ []string) {
+		w.losePacks(1, func(name string, size int64) bool { return !slices.Contains(firstPacks, name) && size < 100_000 })
+		_, err := w.r.Check(w.Context(), options("v").Writer) // marks the pack
+		must(w, err)
+	},
+}
+
+// losePacks removes n packs from the store.
+func (w *world) losePacks(n int, which func(name string, size int64) bool) {
+	w.Helper()
+	for _, name := range w.packs() {
+		info, err := os.Stat(filepath.Join(w.folder, name))
+		must(w, err)
+		if n > 0 && which(name, info.Size()) {
+			must(w, os.Remove(filepath.Join(w.folder, name)))
+			n--
+		}
+	}
+	if n > 0 {
+		w.Fatal("no such packs")
+	}
+}
+
+// TestBaseThatLostChunksIsNoBase: the store lost blobs of the base. The backup has all of them, although no chunk of
+// them has changed since the base.
+func TestBaseThatLostChunksIsNoBase(t *testing.T) {
+	suite.System(t)
+	for name, lose := range baseLosses {
+		for _, digests := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, digests %v", name, digests), func(t *testing.T) {
+				w := newWorld(t)
+				v := newDisk(200 * chunkSize)
+				v.digests = digests
+				v.fill(1, 0, 1, 2, 3, 5, 70, 71, 150)
+				o := options("v")
+				first := w.backup(v, o).Snapshot
+				packs, files := w.packs(), w.objects("index/")
+				v2 := v.copy(v.size)
+				v2.fill(2, 10, 64, 128, 192) // new trees of all segments
+				o.Base, o.Changed = &first, []int64{10, 64, 128, 192}
+				o.Description.Object = []byte(`{"size":2}`) // a blob of its own
+				second := w.backup(v2, o).Snapshot
+				w.compare(second, v2) // caches the trees
+				lose(w, packs, files)
+				v3 := v2.copy(v.size)
+				v3.fill(3, 70)
+				o.Base, o.Changed = &second, []int64{70}
+				result := w.backup(v3, o)
+				if !result.Full {
+					t.Errorf("the backup relies on a base without all blobs: %+v", result)
+				}
+				w.open()
+				w.compare(result.Snapshot, v3)
+			})
+		}
+	}
+}
+
+// TestIndexFileOfTheBaseIsLostDuringABackup: the store loses an index file of the base's chunks after the backup looked
+// for them. The backup begins again without the base.
+func TestIndexFileOfTheBaseIsLostDuringABackup(t *testing.T) {
+	w := newWorld(t)
+	v := newDisk(200 * chunkSize)
+	v.fill(1, 0, 70)
+	o := options("v")
+	first := w.backup(v, o).Snapshot
+	files := w.objects("index/")
+	v2 := v.copy(v.size)
+	v2.fill(2, 10, 64, 128, 192)
+	o.Base, o.Changed = &first, []int64{10, 64, 128, 192}
+	o.Description.Object = []byte(`{"size":2}`) // a blob of its own
+	second := w.backup(v2, o).Snapshot
+	v3 := v2.copy(v.size)
+	v3.fill(3, 100)
+	src := &hookedDisk{disk: v3}
+	src.before = func() {
+		for _, name := range files {
+			must(t, os.RemoveAll(filepath.Join(w.folder, name)))
+		}
+	}
+	o.Base, o.Changed = &second, []int64{100}
+	result, err := Backup(t.Context(), w.r, src, o)
+	must(t, err)
+	if !result.Full {
+		t.Errorf("the backup relies on a base without all blobs: %+v", result)
 	}
 	w.compare(result.Snapshot, v3)
 }

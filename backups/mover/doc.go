@@ -9,8 +9,8 @@
 //   - A backup that was not committed leaves no trace but blobs without a snapshot, which the next backup finds.
 //   - Only the session that wrote a snapshot returns its id, so no other session loses by the deletion of the snapshot
 //     after an error: Adopt commits the content of another session's snapshot under an id of its own.
-//   - A snapshot that Backup returns without an error has every blob that the session stored or found in an index
-//     file, and every blob that its base has. A damaged base is the concern of verification.
+//   - The index has every blob of a snapshot that Backup returns without an error, also the blobs of the base.
+//     Whether the packs of the index are whole is the concern of verification.
 //   - A chunk whose digest the source knows, and whose blob the repository has, is neither read nor hashed.
 //
 // Goroutines: Backup, Copy and Restore wait for all that they start. A Progress is the only state that outlives a call.

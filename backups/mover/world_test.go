@@ -328,8 +328,11 @@ func (w *world) compare(id blob.ID, want *disk) {
 }
 
 // packs are the names of the repository's packs.
-func (w *world) packs() (names []string) {
-	must(w, w.store.Store.List(w.Context(), "data/", func(o target.Object) error {
+func (w *world) packs() []string { return w.objects("data/") }
+
+// objects are the names of the repository's objects in a folder.
+func (w *world) objects(folder string) (names []string) {
+	must(w, w.store.Store.List(w.Context(), folder, func(o target.Object) error {
 		names = append(names, o.Name)
 		return nil
 	}))

@@ -363,7 +363,7 @@ func (s *sweep) dropLate(ctx context.Context, v *view, hidden map[blob.ID]struct
 	defer now.close(&err)
 	changes := map[blob.ID]packChange{}
 	for id := range hidden {
-		if p := now.packs[id]; p != nil && p.lost {
+		if p := now.packs.findIndexed(id); p != nil && p.lost {
 			changes[id] = dropPack
 		}
 	}
