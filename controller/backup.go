@@ -43,15 +43,17 @@ func (c *backupClass) setParameter(key, value string) error {
 	return nil
 }
 
-// createBackupSnapshot makes a Backup, and waits until its volume is cut.
+// createBackupSnapshot makes a Backup, and waits until its volume is cut. The backup may have no source for hours then:
+// the backup of the volume's image goes first.
 func (s *Server) createBackupSnapshot(ctx context.Context, req *csi.CreateSnapshotRequest, class *backupClass) (
 	*csi.CreateSnapshotResponse, error) {
 	b, err := s.ensureBackup(ctx, req, class)
 	if err != nil {
 		return nil, err
 	}
+	var out *csi.Snapshot
 	why, uid := "", b.UID
-	b, err = await.Until(ctx, s.client, b.Name, func(now *api.Backup) (bool, error) {
+	_, err = await.Until(ctx, s.client, b.Name, func(now *api.Backup) (bool, error) {
 		why = string(now.Status.State) + " " + now.Status.Message
 		switch {
 		case now.UID != uid || now.DeletionTimestamp != nil:
@@ -59,17 +61,15 @@ func (s *Server) createBackupSnapshot(ctx context.Context, req *csi.CreateSnapsh
 		case now.Status.State == api.BackupError:
 			return false, api.Errorf(api.Other, "the backup failed: %s", now.Status.Message)
 		}
-		return now.Spec.Source != nil || now.Ended(), nil
+		var err error // the planner writes into the status of the Backup when its Snapshot is ready
+		out, err = s.describeBackup(ctx, now)
+		return out != nil || now.Ended(), err
 	})
 	if err != nil {
 		return nil, api.Explain(err, "snapshot %s of volume %s (%s)", req.GetName(), req.GetSourceVolumeId(), why)
 	}
-	out, err := s.describeBackup(ctx, b)
-	if err == nil && out == nil {
-		err = api.Errorf(api.Busy, "snapshot %s of volume %s is being made: try again", req.GetName(), b.Spec.Volume)
-	}
-	if err != nil {
-		return nil, err
+	if out == nil {
+		return nil, api.Errorf(api.Busy, "snapshot %s of volume %s is being made: try again", req.GetName(), b.Spec.Volume)
 	}
 	return &csi.CreateSnapshotResponse{Snapshot: out}, nil
 }

@@ -12,12 +12,14 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
 )
 
 const cutTime = "2026-11-28T10:30:00.25Z"
 
 // backupRoom stands in for the room backups: until the test ends, a new Backup gets a source, and its own Snapshot. The
-// state "failed" of a Backup with this name is an error.
+// Backup "failing" gets an error, and "image-first" waits with its Snapshot, but without a source, for the backup of an
+// image.
 func backupRoom(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -47,6 +49,13 @@ func backupRoom(t *testing.T) {
 			if err := store.Status().Update(ctx, snap); err != nil {
 				t.Error(err)
 			}
+			if b.Name == "image-first" {
+				b.Status.State, b.Status.Message = api.BackupPending, "image golden is backed up first"
+				if err := store.Status().Update(ctx, b); err != nil {
+					t.Error(err)
+				}
+				continue
+			}
 			b.Spec.Source = &api.ExportFact{Volume: b.Spec.Volume, Snapshot: snap.Name, CreationTime: cutTime}
 			if err := store.Update(ctx, b); err != nil {
 				t.Error(err)
@@ -72,8 +81,12 @@ func makeTarget(t *testing.T, name string, readOnly bool) {
 // completeBackup is the status of a backup that the store of a target has.
 func completeBackup(t *testing.T, name string) *api.Backup {
 	t.Helper()
-	b := &api.Backup{}
-	must(t, store.Get(t.Context(), client.ObjectKey{Name: name}, b))
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	b, err := await.Until(ctx, store, name, func(b *api.Backup) (bool, error) { // the room is done with the backup
+		return b.Spec.Source != nil || b.Spec.SnapshotID != "", nil
+	})
+	must(t, err)
 	b.Status = api.BackupStatus{VolumeSize: 64 << 20, SnapshotCreatedAt: cutTime, VolumeBackingImageName: "golden",
 		CommonBackupStatus: api.CommonBackupStatus{State: api.BackupCompleted, SnapshotID: strings.Repeat("a", 64),
 			URL: api.BackupURL("file:///"+b.Target(), b.Name, b.Spec.Volume)}}
@@ -182,6 +195,25 @@ func TestBackupSnapshot(t *testing.T) {
 		if _, err := door.readBackup(t.Context(), "bak://backed/b"); (err != nil) != (id == "bak://backed/b") {
 			t.Errorf("after the deletion of %s: %v", id, err)
 		}
+	}
+}
+
+// TestBackupSnapshotReturnsAtTheCut: a snapshot of type bak of a volume on an image returns when the volume is cut, and
+// does not wait for the backup of the image.
+func TestBackupSnapshotReturnsAtTheCut(t *testing.T) {
+	loops(t, ready(t), nil)
+	backupRoom(t)
+	makeTarget(t, "default", false)
+	create(t, request("on-image"))
+	s, err := backUp("image-first", "on-image")
+	must(t, err)
+	if s.ReadyToUse || s.SizeBytes != 64<<20 || s.CreationTime.AsTime().Format(time.RFC3339Nano) != cutTime {
+		t.Errorf("%+v", s)
+	}
+	var b api.Backup
+	must(t, store.Get(t.Context(), client.ObjectKey{Name: "image-first"}, &b))
+	if b.Spec.Source != nil || b.Status.State != api.BackupPending {
+		t.Errorf("%+v", b)
 	}
 }
 

@@ -3,7 +3,9 @@ package sanity_test
 import (
 	"bytes"
 	"context"
+	"math/rand/v2"
 	"os"
+	"slices"
 	"syscall"
 	"testing"
 
@@ -11,6 +13,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/api/await"
 )
 
 // claimOfBackup: a VolumeSnapshot of type bak becomes ready to use with its backup, and is listed. After the deletion of
@@ -82,4 +85,52 @@ func claimOfBackup(t *testing.T, w *world) {
 		t.Errorf("backups are left: %+v", left.Items)
 	}
 	w.must("target", "delete", "claims")
+}
+
+// snapshotBeforeImage: a VolumeSnapshot of type bak of a volume on an image has its handle, instant and size when the
+// volume is cut, while the backup of the image takes minutes, and becomes ready to use after it.
+func snapshotBeforeImage(t *testing.T, w *world) {
+	w.makeTarget(t, "slow")
+	setRate := func(rate int64) {
+		_, err := await.Edit(t.Context(), w.objects, "slow", func(target *api.BackupTarget) (bool, error) {
+			target.Spec.MaxUploadRate = rate
+			return true, nil
+		})
+		must(t, err)
+	}
+	body := make([]byte, 32*mib)
+	_, _ = rand.NewChaCha8([32]byte{8}).Read(body)
+	must(t, os.WriteFile(w.path("slow.raw"), body, 0o600))
+	w.must("image", "upload", w.path("slow.raw"), "--name", "slow-image")
+	a, err := w.create("of-slow", 32*mib, blockCap(), "backingImage", "slow-image")
+	must(t, err)
+	setRate(64 << 10) // eight minutes for the image
+	snapshot := func() *csi.Snapshot {
+		ctx, cancel := context.WithTimeout(t.Context(), settle)
+		defer cancel()
+		res, err := w.controller.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{SourceVolumeId: a.id, Name: "before-image",
+			Parameters: map[string]string{"type": "bak", "backupTargetName": "slow"}})
+		must(t, err)
+		return res.Snapshot
+	}
+	first := snapshot()
+	var images api.BackupBackingImageList
+	must(t, w.objects.List(t.Context(), &images))
+	images.Items = slices.DeleteFunc(images.Items, func(b api.BackupBackingImage) bool { return b.Target() != "slow" })
+	if first.ReadyToUse || first.SizeBytes != 32*mib || len(images.Items) > 1 ||
+		len(images.Items) == 1 && images.Items[0].Status.State == api.BackupCompleted {
+		t.Errorf("the first answer is %+v, the backups of images are %+v", first, images.Items)
+	}
+	setRate(0)
+	var last *csi.Snapshot
+	if !comes(func() bool { last = snapshot(); return last.ReadyToUse }) {
+		t.Fatalf("the snapshot is never ready to use: %+v", last)
+	}
+	if !last.CreationTime.AsTime().Equal(first.CreationTime.AsTime()) {
+		t.Errorf("the snapshot is of %v, and was of %v", last.CreationTime.AsTime(), first.CreationTime.AsTime())
+	}
+	do(t, a.remove)
+	w.unsnap(last.SnapshotId)
+	w.must("target", "delete", "slow", "--force")
+	w.must("image", "delete", "slow-image")
 }

@@ -28,6 +28,7 @@ func TestBackupStories(t *testing.T) {
 		story{"a damaged backup is restored with zeros", damagedBackup},
 		story{"an image travels with its volume", imageTravels},
 		story{"a claim is made of a backup", claimOfBackup},
+		story{"a snapshot does not wait for the backup of the image", snapshotBeforeImage},
 		story{"labels and parameters of a volume travel with its backup", recordTravels},
 		story{"a standby volume follows backups and is activated", standbyFollows})
 }
