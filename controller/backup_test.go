@@ -217,6 +217,31 @@ func TestBackupSnapshotReturnsAtTheCut(t *testing.T) {
 	}
 }
 
+// TestBackupBlockSizeIsNoted: a volume with another backupBlockSize than that of all backups gets an event, once.
+func TestBackupBlockSizeIsNoted(t *testing.T) {
+	loops(t, ready(t), nil)
+	for _, size := range []string{"2Mi", "2097152", "16Mi", "16777216"} {
+		r := request("blocks-"+strings.ToLower(size), "backupBlockSize", size)
+		create(t, r)
+		_, err := door.CreateVolume(t.Context(), r)
+		must(t, err)
+		if !strings.HasPrefix(size, "16") {
+			continue
+		}
+		select {
+		case e := <-heard.Events:
+			if !strings.Contains(e, "ParameterIgnored") || !strings.Contains(e, "backupBlockSize="+size) {
+				t.Error(e)
+			}
+		default:
+			t.Errorf("nothing tells that backupBlockSize=%s has no effect", size)
+		}
+	}
+	if n := len(heard.Events); n > 0 {
+		t.Errorf("%d further events, the first is %s", n, <-heard.Events)
+	}
+}
+
 // TestVolumeOfBackup: a volume begins with a backup that a content source, or its class, names, also with a backup of a
 // volume that never was here.
 func TestVolumeOfBackup(t *testing.T) {

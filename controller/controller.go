@@ -19,6 +19,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/client-go/tools/events"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
@@ -37,13 +38,14 @@ type Server struct {
 	csi.UnimplementedControllerServer
 	csi.UnimplementedGroupControllerServer
 	client client.WithWatch
+	events events.EventRecorder
 	// attach makes counting a node's attachments and adding an attachment a single step, so that the limit holds.
 	attach sync.Mutex
 }
 
 // New makes the door. The client must read from the API server, not from a cache: the door reads objects just after
 // writing.
-func New(c client.WithWatch) *Server { return &Server{client: c} }
+func New(c client.WithWatch, e events.EventRecorder) *Server { return &Server{client: c, events: e} }
 
 // ControllerGetCapabilities lists what the Controller RPCs can do.
 func (s *Server) ControllerGetCapabilities(context.Context, *csi.ControllerGetCapabilitiesRequest) (

@@ -18,6 +18,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/tools/events"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
@@ -30,6 +31,8 @@ import (
 var (
 	store client.WithWatch
 	door  *Server
+	// heard are the events of the door.
+	heard = events.NewFakeRecorder(100)
 )
 
 // TestMain runs one API server for all tests.
@@ -57,7 +60,7 @@ func TestMain(m *testing.M) {
 		if store, err = client.NewWithWatch(server.Config, client.Options{Scheme: scheme}); err != nil {
 			panic(err)
 		}
-		door = New(store)
+		door = New(store, heard)
 		code := m.Run()
 		cancel()
 		_ = server.Wait() // open connections are cut

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -200,6 +201,9 @@ func (s *Server) ensureVolume(ctx context.Context, req *csi.CreateVolumeRequest,
 			return nil, err
 		}
 		return vol, verifyExisting(vol, req.GetName(), w)
+	}
+	if err == nil && w.note != "" {
+		s.events.Eventf(vol, nil, corev1.EventTypeNormal, "ParameterIgnored", "Create", "%s", w.note)
 	}
 	return vol, api.Explain(err, "create volume %s", name)
 }

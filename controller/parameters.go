@@ -27,6 +27,7 @@ type wish struct {
 	prefer          string // the node of the first use, if known
 	fromBackup      string // name or URL
 	target          string // of backups
+	note            string // for an event about the new volume; empty: none
 }
 
 // imageWish is the backing image that parameters name, and the recipe for a missing image.
@@ -79,8 +80,9 @@ var parameters = map[string]parameter{
 		return setSoft(&w.spec.UnmapMarkSnapChainRemoved, v)
 	}, mutable: true},
 
-	"fromBackup":    {set: func(w *wish, v string) error { w.fromBackup = v; return nil }},
-	backupTargetKey: {set: setBackupTarget},
+	"fromBackup":      {set: func(w *wish, v string) error { w.fromBackup = v; return nil }},
+	backupTargetKey:   {set: setBackupTarget},
+	"backupBlockSize": {set: setBackupBlockSize},
 
 	"backingImage":                     {set: setImage},
 	"backingImageName":                 {set: setImage},
@@ -100,8 +102,7 @@ var parameters = map[string]parameter{
 	"share":                   {neutral: []string{"false"}},
 	"exclusive":               {neutral: []string{"true", "false"}},
 	"encrypted":               {neutral: []string{"false"}},
-	"disableRevisionCounter":  {neutral: []string{"true", "false"}},                      // there is no such counter
-	"backupBlockSize":         {neutral: []string{"2Mi", "16Mi", "2097152", "16777216"}}, // the format has one size
+	"disableRevisionCounter":  {neutral: []string{"true", "false"}}, // there is no such counter
 	"dataSource":              {},
 	"cloneMode":               {set: setCloneMode}, // says nothing without a source
 	"recurringJobSelector":    {neutral: []string{"[]"}},
@@ -321,8 +322,17 @@ func setTags(to *[]string, v string) error {
 func setImageNodes(w *wish, v string) error { return setTags(&w.image.nodeSelector, v) }
 func setImageDisks(w *wish, v string) error { return setTags(&w.image.diskSelector, v) }
 
-// backupTargetKey is the key for the BackupTarget of a volume, or of the snapshots of a class.
-const backupTargetKey = "backupTargetName"
+// setBackupBlockSize accepts the sizes of Longhorn, so that existing StorageClasses work. The format has one size.
+func setBackupBlockSize(w *wish, v string) error {
+	switch v {
+	case "2Mi", "2097152":
+	case "16Mi", "16777216":
+		w.note = "parameter backupBlockSize=" + v + " has no effect: backups have chunks of 2Mi"
+	default:
+		return fmt.Errorf("leave it out, or give 2Mi or 16Mi, which has no effect: backups have chunks of 2Mi")
+	}
+	return nil
+}
 
 func setBackupTarget(w *wish, v string) error {
 	if !validID(v) {

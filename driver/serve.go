@@ -146,7 +146,7 @@ func (s *server) startParts(ctx context.Context, socket net.Listener) (gs *grpc.
 
 	d := doors{identity: identity.New(cli.BuildVersion(), s.ready.Load)}
 	if s.controller {
-		c := controller.New(s.client)
+		c := controller.New(s.client, mgr.GetEventRecorder("drover-csi"))
 		d.controller, d.metadata = c, controller.NewMetadata(c, s.openChanges)
 	}
 	if s.onNode {
