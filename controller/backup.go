@@ -274,6 +274,30 @@ func (s *Server) restoreBackup(ctx context.Context, w *wish, id string) (int64, 
 	return s.beginWithBackup(w, b)
 }
 
+// mayBeUnlisted reports whether a backup may be one of those in the store of a target that have no object, because the
+// store has too many.
+func (s *Server) mayBeUnlisted(ctx context.Context, ref api.BackupRef) (bool, error) {
+	list := &api.BackupTargetList{}
+	if err := s.client.List(ctx, list); err != nil {
+		return false, api.Explain(err, "list backup targets")
+	}
+	return slices.ContainsFunc(list.Items, func(t api.BackupTarget) bool {
+		name, _ := ref.NameIn(t.Spec.BackupTargetURL)
+		return name != "" && t.HasUnlisted()
+	}), nil
+}
+
+// seekBackup makes a volume begin with a backup without an object: the backup gets one because the volume names its
+// URL. Until then nobody knows the backup's size.
+func (w *wish) seekBackup() error {
+	if w.required == 0 {
+		return api.Errorf(api.Invalid, "parameter fromBackup: the backup has no object, so its size is not known: request "+
+			"a size")
+	}
+	w.spec.FromBackup, w.spec.BackingImage, w.spec.CloneMode = w.fromBackup, "", ""
+	return nil
+}
+
 // namedBackup makes a volume begin with the backup that the class names, by its URL or its name.
 func (s *Server) namedBackup(ctx context.Context, w *wish) (int64, error) {
 	list := &api.BackupList{}
@@ -285,6 +309,15 @@ func (s *Server) namedBackup(ctx context.Context, w *wish) (int64, error) {
 		return refErr == nil && ref.Matches(b.Status.URL) ||
 			b.Name == w.fromBackup && (w.target == "" || w.target == b.Target())
 	})
+	if i < 0 && refErr == nil {
+		unlisted, err := s.mayBeUnlisted(ctx, ref)
+		if err != nil {
+			return 0, err
+		}
+		if unlisted {
+			return 0, w.seekBackup()
+		}
+	}
 	if i < 0 {
 		return 0, api.Errorf(api.NotFound, "no Backup has the name or URL that parameter fromBackup has: make a "+
 			"BackupTarget for the store, and compare with `drover backup list`")

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -239,6 +240,37 @@ func TestBackupBlockSizeIsNoted(t *testing.T) {
 	}
 	if n := len(heard.Events); n > 0 {
 		t.Errorf("%d further events, the first is %s", n, <-heard.Events)
+	}
+}
+
+// TestClaimOfAnUnlistedBackup: a claim of a backup that has no object, because the store has too many backups, makes a
+// volume of the requested size, which seeks the backup by its URL. In other stores the backup does not exist.
+func TestClaimOfAnUnlistedBackup(t *testing.T) {
+	loops(t, ready(t), nil)
+	makeTarget(t, "many", false)
+	url := api.BackupURL("file:///many", "old", "elsewhere")
+	r := request("of-unlisted", "fromBackup", url)
+	_, err := door.CreateVolume(t.Context(), r)
+	wantKind(t, err, api.NotFound)
+	var target api.BackupTarget
+	must(t, store.Get(t.Context(), client.ObjectKey{Name: "many"}, &target))
+	meta.SetStatusCondition(&target.Status.Conditions, metav1.Condition{Type: api.ConditionTooManyBackups,
+		Status: metav1.ConditionTrue, Reason: api.ReasonTooManyBackups})
+	must(t, store.Status().Update(t.Context(), &target))
+	_, err = door.CreateVolume(t.Context(), request("of-other-store", "fromBackup",
+		api.BackupURL("file:///few", "old", "elsewhere")))
+	wantKind(t, err, api.NotFound)
+	sizeless := request("of-unlisted", "fromBackup", url)
+	sizeless.CapacityRange = nil
+	_, err = door.CreateVolume(t.Context(), sizeless)
+	wantKind(t, err, api.Invalid, "request a size")
+	create(t, r)
+	_, err = door.CreateVolume(t.Context(), r)
+	must(t, err)
+	v, err := door.readVolume(t.Context(), "of-unlisted")
+	must(t, err)
+	if v.Spec.FromBackup != url || v.Spec.Size != 64<<20 {
+		t.Errorf("%+v", v.Spec)
 	}
 }
 
