@@ -33,7 +33,8 @@ const (
 )
 
 // Backup is the content of a volume at an instant, in the store of a BackupTarget. Spec: written by the client that
-// wants the backup, or by the node role for a backup found in a store; spec.source by the controller role. Status: by
+// wants the backup, or by the node role for a backup found in a store; spec.source, and a spec.backupTargetName
+// that the client left empty, by the controller role. Status: by
 // the controller role while spec.source and spec.snapshotID are empty; then by the node role of spec.source.node until
 // the backup is Completed or has an Error; from then on, for backups with spec.snapshotID or spec.copyOf, and for a
 // deleted backup that lost its source after its begin, by the node role of the target's owner; of a copy without a
@@ -64,7 +65,7 @@ type Backup struct {
 
 // BackupSpec is the wish. Only the source can change.
 //
-// +kubebuilder:validation:XValidation:rule="self.volume == oldSelf.volume && self.backupTargetName == oldSelf.backupTargetName",message="a backup cannot change: delete it and make a new one"
+// +kubebuilder:validation:XValidation:rule="self.volume == oldSelf.volume && (!has(oldSelf.backupTargetName) || has(self.backupTargetName) && self.backupTargetName == oldSelf.backupTargetName)",message="a backup cannot change: delete it and make a new one"
 // +kubebuilder:validation:XValidation:rule="has(self.snapshotName) && size(self.snapshotName) > 0 ? has(oldSelf.snapshotName) && self.snapshotName == oldSelf.snapshotName : !has(oldSelf.snapshotName) || size(oldSelf.snapshotName) == 0",message="snapshotName cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.snapshotID) && size(self.snapshotID) > 0 ? has(oldSelf.snapshotID) && self.snapshotID == oldSelf.snapshotID : !has(oldSelf.snapshotID) || size(oldSelf.snapshotID) == 0",message="snapshotID cannot change"
 // +kubebuilder:validation:XValidation:rule="has(self.backupMode) && size(self.backupMode) > 0 ? has(oldSelf.backupMode) && self.backupMode == oldSelf.backupMode : !has(oldSelf.backupMode) || size(oldSelf.backupMode) == 0",message="backupMode cannot change"
@@ -72,8 +73,8 @@ type Backup struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.copyOf) || size(self.copyOf) == 0 || !has(self.source) && (!has(self.snapshotName) || size(self.snapshotName) == 0) && (!has(self.snapshotID) || size(self.snapshotID) == 0)",message="a copy has neither a source nor a snapshot"
 // +kubebuilder:validation:XValidation:rule="has(self.labels) && size(self.labels) > 0 ? has(oldSelf.labels) && self.labels == oldSelf.labels : !has(oldSelf.labels) || size(oldSelf.labels) == 0",message="labels cannot change: the store has them already"
 type BackupSpec struct {
-	// BackupTargetName is the BackupTarget of the backup.
-	// +kubebuilder:default=default
+	// BackupTargetName is the BackupTarget of the backup; empty: written by the controller role, from the parameter
+	// backupTargetName of the volume, else default.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=63
 	BackupTargetName string `json:"backupTargetName,omitempty"`

@@ -1,14 +1,29 @@
 package api
 
 import (
+	"cmp"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
 )
 
 // DefaultBackupTarget is the name of the target of backups that name no other.
 const DefaultBackupTarget = "default"
+
+// ParameterBackupTarget is the key, among the parameters of a volume, for the target of the volume's backups.
+const ParameterBackupTarget = "backupTargetName"
+
+// CanNameTarget reports whether a BackupTarget can have the name.
+func CanNameTarget(name string) bool {
+	return len(name) <= 63 && len(validation.IsDNS1123Subdomain(name)) == 0
+}
+
+// BackupTarget is the target of backups of the volume that name none.
+func (v *Volume) BackupTarget() string {
+	return cmp.Or(v.Spec.Parameters[ParameterBackupTarget], DefaultBackupTarget)
+}
 
 // BackupTarget is a repository of backups in a store. Status: by the node role of the node that looks after the target,
 // which is one of the nodes with a recent heartbeat; two nodes may take turns, and other nodes add the blobs that they

@@ -37,6 +37,8 @@ type RecordedVolume struct {
 	StaleReplicaTimeout         int32    `json:"staleReplicaTimeout,omitempty"`
 	NodeSelector                []string `json:"nodeSelector,omitempty"`
 	DiskSelector                []string `json:"diskSelector,omitempty"`
+	// BackupTargetName is the parameter for the target of the volume's backups.
+	BackupTargetName string `json:"backupTargetName,omitempty"`
 }
 
 // recordLimit bounds the JSON of a record, in bytes: a target may have 20,000 Backups.
@@ -53,7 +55,8 @@ func RecordVolume(v *Volume) *RecordedVolume {
 		ReplicaDiskSoftAntiAffinity: s.ReplicaDiskSoftAntiAffinity,
 		FreezeFilesystemForSnapshot: s.FreezeFilesystemForSnapshot, SnapshotDataIntegrity: s.SnapshotDataIntegrity,
 		UnmapMarkSnapChainRemoved: s.UnmapMarkSnapChainRemoved, StaleReplicaTimeout: s.StaleReplicaTimeout,
-		NodeSelector: slices.Clone(s.NodeSelector), DiskSelector: slices.Clone(s.DiskSelector)}
+		NodeSelector: slices.Clone(s.NodeSelector), DiskSelector: slices.Clone(s.DiskSelector),
+		BackupTargetName: s.Parameters[ParameterBackupTarget]}
 }
 
 // ApplyTo gives a new volume the labels and parameters.
@@ -71,6 +74,12 @@ func (r *RecordedVolume) ApplyTo(v *Volume) {
 	s.FreezeFilesystemForSnapshot, s.SnapshotDataIntegrity = r.FreezeFilesystemForSnapshot, r.SnapshotDataIntegrity
 	s.UnmapMarkSnapChainRemoved, s.StaleReplicaTimeout = r.UnmapMarkSnapChainRemoved, r.StaleReplicaTimeout
 	s.NodeSelector, s.DiskSelector = slices.Clone(r.NodeSelector), slices.Clone(r.DiskSelector)
+	if r.BackupTargetName != "" {
+		if s.Parameters == nil {
+			s.Parameters = map[string]string{}
+		}
+		s.Parameters[ParameterBackupTarget] = r.BackupTargetName
+	}
 }
 
 // Encode is the JSON that ParseRecordedVolume reads; empty: r is nil, or larger than a store keeps.
@@ -84,7 +93,12 @@ func (r *RecordedVolume) Encode() string {
 // ParseRecordedVolume reads the JSON of a store, where everybody with the password writes; nil: no Drover wrote the
 // JSON. The values are compared with the rules of a Volume when a volume takes them over.
 func ParseRecordedVolume(text string) *RecordedVolume {
-	return parseRecord(text, func(r *RecordedVolume) { r.Labels = portableLabels(r.Labels) })
+	return parseRecord(text, func(r *RecordedVolume) {
+		r.Labels = portableLabels(r.Labels)
+		if !CanNameTarget(r.BackupTargetName) {
+			r.BackupTargetName = ""
+		}
+	})
 }
 
 // encodeRecord is the JSON of a record; empty: it is larger than a store keeps.

@@ -172,7 +172,8 @@ type VolumeSpec struct {
 	// +kubebuilder:validation:Enum="";ext4;xfs;btrfs
 	FSType     string `json:"fsType,omitempty"`
 	MkfsParams string `json:"mkfsParams,omitempty"`
-	// Parameters of the CreateVolume, kept to refuse a repeat with other parameters.
+	// Parameters of the CreateVolume, kept to refuse a repeat with other parameters; backupTargetName names the target
+	// of the volume's backups, whoever made the volume.
 	Parameters map[string]string `json:"parameters,omitempty"`
 }
 

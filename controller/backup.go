@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"time"
@@ -31,14 +32,14 @@ func (c *backupClass) setParameter(key, value string) error {
 			return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter %s=%.80q: want %s or %s", key, value,
 				api.BackupIncremental, api.BackupFull)
 		}
-	case backupTargetKey:
-		if c.target = value; value != "" && !validID(value) {
+	case api.ParameterBackupTarget:
+		if c.target = value; value != "" && !api.CanNameTarget(value) {
 			return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter %s=%.80q: want the name of a BackupTarget", key,
 				value)
 		}
 	default:
 		return api.Errorf(api.Invalid, "VolumeSnapshotClass parameter %.80q is not known: type bak takes backupMode and %s",
-			key, backupTargetKey)
+			key, api.ParameterBackupTarget)
 	}
 	return nil
 }
@@ -94,10 +95,7 @@ func (s *Server) ensureBackup(ctx context.Context, req *csi.CreateSnapshotReques
 		return nil, api.Errorf(api.NotFound, "volume %s is being deleted", vol.Name)
 	}
 	b = &api.Backup{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: api.BackupSpec{Volume: vol.Name,
-		BackupMode: class.mode, BackupTargetName: class.target}}
-	if b.Spec.BackupTargetName == "" {
-		b.Spec.BackupTargetName = vol.Spec.Parameters[backupTargetKey]
-	}
+		BackupMode: class.mode, BackupTargetName: cmp.Or(class.target, vol.BackupTarget())}}
 	if name != req.GetName() {
 		b.Annotations = map[string]string{annotationName: req.GetName()}
 	}
@@ -141,7 +139,7 @@ func (s *Server) checkTarget(ctx context.Context, name string) error {
 	case err != nil:
 		return api.Explain(err, "read backup target %s", name)
 	case t.ExplainReadOnly() != "":
-		return api.Errorf(api.InUse, "backup target %s: %s in %s", name, t.ExplainReadOnly(), backupTargetKey)
+		return api.Errorf(api.InUse, "backup target %s: %s in %s", name, t.ExplainReadOnly(), api.ParameterBackupTarget)
 	}
 	return nil
 }

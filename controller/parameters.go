@@ -81,8 +81,9 @@ var parameters = map[string]parameter{
 	}, mutable: true},
 
 	"fromBackup":      {set: func(w *wish, v string) error { w.fromBackup = v; return nil }},
-	backupTargetKey:   {set: setBackupTarget},
 	"backupBlockSize": {set: setBackupBlockSize},
+
+	api.ParameterBackupTarget: {set: setBackupTarget},
 
 	"backingImage":                     {set: setImage},
 	"backingImageName":                 {set: setImage},
@@ -335,7 +336,7 @@ func setBackupBlockSize(w *wish, v string) error {
 }
 
 func setBackupTarget(w *wish, v string) error {
-	if !validID(v) {
+	if !api.CanNameTarget(v) {
 		return fmt.Errorf("not a name that a BackupTarget can have")
 	}
 	w.target = v

@@ -118,10 +118,15 @@ func (r *backupReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 	if err := r.Get(ctx, req.NamespacedName, b); err != nil {
 		return ctrl.Result{}, client.IgnoreNotFound(err)
 	}
-	switch {
-	case b.DeletionTimestamp != nil:
+	if b.DeletionTimestamp != nil {
 		return r.planDeletion(ctx, b)
-	case addMetadata(b, map[string]string{api.LabelVolume: b.Spec.Volume, api.LabelBackupTarget: b.Target()}):
+	}
+	named, err := r.nameTarget(ctx, b)
+	if err != nil {
+		return r.postpone(ctx, b, err)
+	}
+	switch {
+	case addMetadata(b, map[string]string{api.LabelVolume: b.Spec.Volume, api.LabelBackupTarget: b.Target()}) || named:
 		return ctrl.Result{}, ignoreRace(r.Update(ctx, b)) // the event of the update continues
 	case b.Status.State == api.BackupError:
 		return r.deleteExpired(ctx, b)
@@ -133,6 +138,28 @@ func (r *backupReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 		return r.checkSource(ctx, b)
 	}
 	return r.planSource(ctx, b)
+}
+
+// nameTarget gives a backup that names no target the target of its volume's backups, and reports whether it did.
+func (r *backupReconciler) nameTarget(ctx context.Context, b *api.Backup) (bool, error) {
+	if b.Spec.BackupTargetName != "" || b.Ended() {
+		return false, nil
+	}
+	v := &api.Volume{}
+	if !api.IsCopy(b) {
+		if err := validateNames([2]string{"volume", b.Spec.Volume}); err != nil {
+			return false, err
+		}
+		// The cache may be late, and the choice is for good.
+		if err := r.live.Get(ctx, client.ObjectKey{Name: b.Spec.Volume}, v); client.IgnoreNotFound(err) != nil {
+			return false, err
+		}
+	}
+	if err := validateTarget(v.BackupTarget()); err != nil {
+		return false, err
+	}
+	b.Spec.BackupTargetName = v.BackupTarget()
+	return true, nil
 }
 
 // ignoreRace drops the error of a lost race: the event of the newer object starts the next reconcile.

@@ -68,6 +68,35 @@ func TestBackupWaitsForItsTargetAndItsSnapshot(t *testing.T) {
 	w.stays("b", "the node owns the status")
 }
 
+// TestBackupWithoutATargetTakesItsVolumes: a backup that names no target gets the one that its volume's parameter names,
+// else default. A parameter that names no target is an error.
+func TestBackupWithoutATargetTakesItsVolumes(t *testing.T) {
+	w := newWorld(t)
+	w.addNodes("n1")
+	w.addTarget("offsite")
+	for name, parameters := range map[string]map[string]string{"parametered": {"backupTargetName": "offsite"},
+		"plain": nil, "wrong": {"backupTargetName": strings.Repeat("x", 64)}} {
+		v := apitest.Volume(name, 16<<20)
+		v.Finalizers, v.Spec.Parameters = []string{api.Finalizer}, parameters
+		w.Create(v)
+		w.addMembers(v, "n1")
+		w.addSnapshot(v, name+"-s")
+		w.Create(&api.Backup{ObjectMeta: apitest.Named(name), Spec: api.BackupSpec{Volume: name, SnapshotName: name + "-s"}})
+	}
+	b := w.awaitSource("parametered", "n1")
+	if b.Spec.BackupTargetName != "offsite" || b.Labels[api.LabelBackupTarget] != "offsite" {
+		t.Errorf("the target is %q, the labels are %v", b.Spec.BackupTargetName, b.Labels)
+	}
+	if b := w.awaitState("plain", api.BackupPending, "target default does not exist"); b.Spec.BackupTargetName != "default" {
+		t.Errorf("the target is %q", b.Spec.BackupTargetName)
+	}
+	w.awaitState("wrong", api.BackupError, "parameter backupTargetName of the volume")
+	b.Spec.BackupTargetName = "default"
+	if err := w.Client.Update(w.Ctx, b); err == nil {
+		t.Error("a backup goes to another target")
+	}
+}
+
 // TestImpossibleBackupsFail: a backup that no later change makes possible has an Error at once, with one event.
 func TestImpossibleBackupsFail(t *testing.T) {
 	w := newWorld(t)

@@ -78,6 +78,15 @@ func validateNames(kindsAndNames ...[2]string) error {
 	return nil
 }
 
+// validateTarget refuses a name that no BackupTarget can have.
+func validateTarget(name string) error {
+	if !api.CanNameTarget(name) {
+		return api.Errorf(api.Invalid, "backup target %.80q does not exist: no target can have this name; correct the "+
+			"parameter %s of the volume, and make another backup", name, api.ParameterBackupTarget)
+	}
+	return nil
+}
+
 // checkTarget explains why a backup waits for its target.
 func checkTarget(ctx context.Context, reader client.Reader, name string) error {
 	t := &api.BackupTarget{}

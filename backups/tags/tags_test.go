@@ -117,6 +117,7 @@ func TestRecordsAreDistrusted(t *testing.T) {
 		"grows":       {`{"claim":"` + strings.Repeat("<", 8<<10) + `"}`, nil}, // JSON of Go escapes the character
 		"labels": {`{"labels":{"job":"daily","drover.io/volume":"x","bad key":"x","bad":"a b"},"nodeSelector":[],"new":1}`,
 			&api.RecordedVolume{Labels: map[string]string{"job": "daily"}}},
+		"a name that no target can have": {`{"backupTargetName":"../x"}`, &api.RecordedVolume{}},
 	} {
 		facts, ok := Parse(append(factsOf("b").Tags(), "record="+c.text))
 		if !ok || !reflect.DeepEqual(facts.Record, c.want) {

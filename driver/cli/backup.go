@@ -76,7 +76,8 @@ func (a *app) backupCreate() *cobra.Command {
 	}
 	c.Flags().StringVar(&f.name, "name", "", "name of the backup (default: volume and time)")
 	c.Flags().StringVar(&f.snapshot, "snapshot", "", "snapshot of the volume to back up (default: a new one)")
-	c.Flags().StringVar(&f.target, "target", api.DefaultBackupTarget, "backup target")
+	c.Flags().StringVar(&f.target, "target", "", "backup target (default: "+
+		"the volume's parameter "+api.ParameterBackupTarget+", else "+api.DefaultBackupTarget+")")
 	c.Flags().BoolVar(&f.full, "full", false, "read and compare everything, without trust in earlier backups")
 	c.Flags().StringToStringVar(&f.labels, "label", nil, "labels to keep with it: a=b,c=d")
 	c.Flags().BoolVar(&f.wait, "wait", true, "wait until the backup is completed")
@@ -111,10 +112,11 @@ func (f *backupFlags) newBackup(ctx context.Context, c client.Client, volume str
 			return nil, usagef("snapshot %q is one of volume %q, not of %q", s.Name, s.Spec.Volume, volume)
 		}
 	}
-	if err := checkWritable(ctx, c, f.target); err != nil {
+	target := cmp.Or(f.target, v.BackupTarget())
+	if err := checkWritable(ctx, c, target); err != nil {
 		return nil, err
 	}
-	b := &api.Backup{Spec: api.BackupSpec{BackupTargetName: f.target, Volume: volume, SnapshotName: f.snapshot,
+	b := &api.Backup{Spec: api.BackupSpec{BackupTargetName: target, Volume: volume, SnapshotName: f.snapshot,
 		BackupMode: api.BackupIncremental, Labels: f.labels}}
 	if f.full {
 		b.Spec.BackupMode = api.BackupFull

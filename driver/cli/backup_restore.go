@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"time"
 
@@ -42,7 +43,7 @@ func (a *app) backupRestore() *cobra.Command {
 			if err := checkName("volume", v.Name); err != nil {
 				return err
 			}
-			if err := f.restoreFrom(cmd, b); err != nil {
+			if err := f.restoreFrom(ctx, cmd, c, b); err != nil {
 				return err
 			}
 			return a.makeVolume(ctx, cmd, c, &f, began)
@@ -96,13 +97,34 @@ func (f *volumeFlags) setBackup(ctx context.Context, cmd *cobra.Command, c clien
 	if err != nil {
 		return err
 	}
-	return f.restoreFrom(cmd, b)
+	return f.restoreFrom(ctx, cmd, c, b)
 }
 
 // restoreFrom makes the volume one with the content, the labels and the parameters of a backup.
-func (f *volumeFlags) restoreFrom(cmd *cobra.Command, b *api.Backup) error {
-	f.applyShared(cmd, b.Status.RecordedVolume)
+func (f *volumeFlags) restoreFrom(ctx context.Context, cmd *cobra.Command, c client.Client, b *api.Backup) error {
+	if err := f.applyRecord(ctx, cmd, c, b); err != nil {
+		return err
+	}
 	return restoreInto(&f.volume.Spec, b, f.size)
+}
+
+// applyRecord is applyShared with what a backup tells of its volume. Targets of backups have names of their own in each
+// cluster: the parameter for a target that does not exist here does not come along, and a remark says so.
+func (f *volumeFlags) applyRecord(ctx context.Context, cmd *cobra.Command, c client.Client, b *api.Backup) error {
+	record := b.Status.RecordedVolume.DeepCopy()
+	if record != nil && record.BackupTargetName != "" && !f.defaults {
+		err := c.Get(ctx, client.ObjectKey{Name: record.BackupTargetName}, &api.BackupTarget{})
+		if client.IgnoreNotFound(err) != nil {
+			return explain(ctx, err)
+		}
+		if err != nil {
+			fmt.Fprintf(cmd.ErrOrStderr(), "target %q of the backups of volume %q does not exist here: backups of the new "+
+				"volume go to target %q\n", record.BackupTargetName, b.Spec.Volume, api.DefaultBackupTarget)
+			record.BackupTargetName = ""
+		}
+	}
+	f.applyShared(cmd, record)
+	return nil
 }
 
 func restoreInto(spec *api.VolumeSpec, b *api.Backup, size string) (err error) {

@@ -14,6 +14,7 @@ import (
 // refuse before they make a volume. Labels and parameters of the backup's volume come along, unless a flag replaces
 // them. The hidden image of a restore is in no list without --all.
 func TestBackupRestore(t *testing.T) {
+	place(t, newTarget("rest-target"))
 	b, early := newBackup("rest-b", "rest", "offsite"), newBackup("rest-early", "rest", "offsite")
 	place(t, b, early)
 	url := api.BackupURL("file:///offsite", "rest-b", "rest")
@@ -21,7 +22,8 @@ func TestBackupRestore(t *testing.T) {
 		b.Status.State, b.Status.URL, b.Status.VolumeSize = api.BackupCompleted, url, 31<<20
 		b.Status.RecordedVolume = &api.RecordedVolume{StorageClassName: "fast", Claim: "db/data",
 			Labels: map[string]string{"team": "db", "tier": "1"}, NumberOfReplicas: 3, DataLocality: "best-effort",
-			SnapshotDataIntegrity: "fast-check", NodeSelector: []string{"rack"}, DiskSelector: []string{"hdd"}}
+			SnapshotDataIntegrity: "fast-check", BackupTargetName: "rest-target",
+			NodeSelector: []string{"rack"}, DiskSelector: []string{"hdd"}}
 	}); err != nil {
 		t.Fatal(err)
 	}
@@ -46,11 +48,11 @@ func TestBackupRestore(t *testing.T) {
 	}{
 		"rest-1": {[]string{"backup", "restore", "rest-b", "--name", "rest-1", "--replicas", "2", "--disk-selector", "ssd",
 			"--node-selector", "", "--label", "tier=2", "--label", "new=x"},
-			"map[new:x team:db tier:2] 2 best-effort fast-check [] [ssd]"},
+			"map[new:x team:db tier:2] 2 best-effort fast-check [] [ssd] map[backupTargetName:rest-target]"},
 		"rest-2": {[]string{"volume", "create", "rest-2", "--from-backup", url, "--size", "40Mi"},
-			"map[team:db tier:1] 3 best-effort fast-check [rack] [hdd]"},
+			"map[team:db tier:1] 3 best-effort fast-check [rack] [hdd] map[backupTargetName:rest-target]"},
 		"rest-3": {[]string{"volume", "create", "rest-3", "--from-backup", "bak://rest/rest-b", "--defaults"},
-			"map[] 1 disabled  [] []"},
+			"map[] 1 disabled  [] [] map[]"},
 	} {
 		v := newVolume(name)
 		remove(t, v)
@@ -68,7 +70,7 @@ func TestBackupRestore(t *testing.T) {
 		}
 		s := v.Spec
 		got := fmt.Sprint(v.Labels, " ", s.NumberOfReplicas, " ", s.DataLocality, " ", s.SnapshotDataIntegrity, " ",
-			s.NodeSelector, " ", s.DiskSelector)
+			s.NodeSelector, " ", s.DiskSelector, " ", s.Parameters)
 		if s.FromBackup != url || s.Size != size || got != c.want {
 			t.Errorf("%s: %s, want %s; %+v", name, got, c.want, s)
 		}
@@ -76,6 +78,19 @@ func TestBackupRestore(t *testing.T) {
 	r := drover(t, kubeconfig("backup", "show", "rest-b")...)
 	for _, say := range []string{"fast", "db/data", "team=db", "replicas=3", "disk-selector=hdd"} {
 		r.mustSay(t, 0, say)
+	}
+	if err := status(t.Context(), "rest-b", func(b *api.Backup) {
+		b.Status.RecordedVolume.BackupTargetName = "rest-elsewhere"
+	}); err != nil {
+		t.Fatal(err)
+	}
+	v := newVolume("rest-4")
+	remove(t, v)
+	pen(t, "rest-4", func(v *api.Volume) { v.Status.State = api.VolumeDetached })
+	drover(t, kubeconfig("backup", "restore", "rest-b", "--name", "rest-4")...).mustSay(t, 0,
+		`target "rest-elsewhere" of the backups of volume "rest" does not exist here`)
+	if err := store.Get(t.Context(), client.ObjectKey{Name: "rest-4"}, v); err != nil || len(v.Spec.Parameters) > 0 {
+		t.Errorf("%+v, %v", v.Spec.Parameters, err)
 	}
 	testStandby(t)
 	drover(t, kubeconfig("volume", "show", "rest-1")...).mustSay(t, 0, "backup rest-b (initiated, 40 %)")

@@ -70,6 +70,20 @@ func TestBackupCreateFollowsTheBackup(t *testing.T) {
 	}
 }
 
+// TestBackupCreateTakesTheTargetOfTheVolume: without --target, a backup goes to the target that the volume's parameter
+// names.
+func TestBackupCreateTakesTheTargetOfTheVolume(t *testing.T) {
+	v := newVolume("parametered")
+	v.Spec.Parameters = map[string]string{api.ParameterBackupTarget: "of-volume"}
+	b := newBackup("parametered-b", "", "")
+	place(t, v, newTarget("of-volume"))
+	remove(t, b)
+	drover(t, kubeconfig("backup", "create", "parametered", "--name", b.Name, "--wait=false")...).mustSay(t, 0, b.Name)
+	if err := store.Get(t.Context(), client.ObjectKeyFromObject(b), b); err != nil || b.Target() != "of-volume" {
+		t.Errorf("the target is %q: %v", b.Target(), err)
+	}
+}
+
 // TestBackupCreateEndsWithTheErrorOfTheBackup: exit code and message of backup create are those of the backup.
 func TestBackupCreateEndsWithTheErrorOfTheBackup(t *testing.T) {
 	place(t, newVolume("failing"), newTarget("failing"))

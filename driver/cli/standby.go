@@ -32,7 +32,9 @@ func (f *volumeFlags) setStandby(ctx context.Context, cmd *cobra.Command, c clie
 			return err
 		}
 		spec.FromBackup, spec.Size = api.BackupVolumeURL(b.Status.URL), api.RoundSize(b.Status.VolumeSize)
-		f.applyShared(cmd, b.Status.RecordedVolume)
+		if err := f.applyRecord(ctx, cmd, c, b); err != nil {
+			return err
+		}
 	}
 	if f.size != "" {
 		spec.Size, err = volumeSize(f.size)

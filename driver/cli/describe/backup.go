@@ -92,7 +92,8 @@ func BackupMode(b *api.Backup) string {
 // parametersText names the parameters that a restore takes over, by their flags if they have any.
 func parametersText(r *api.RecordedVolume) string {
 	all := map[string]string{"data-locality": r.DataLocality, "auto-balance": r.ReplicaAutoBalance,
-		"node-selector": strings.Join(r.NodeSelector, ","), "disk-selector": strings.Join(r.DiskSelector, ","),
+		"backupTargetName": r.BackupTargetName,
+		"node-selector":    strings.Join(r.NodeSelector, ","), "disk-selector": strings.Join(r.DiskSelector, ","),
 		"replicaSoftAntiAffinity": r.ReplicaSoftAntiAffinity, "replicaZoneSoftAntiAffinity": r.ReplicaZoneSoftAntiAffinity,
 		"replicaDiskSoftAntiAffinity": r.ReplicaDiskSoftAntiAffinity,
 		"freezeFilesystemForSnapshot": r.FreezeFilesystemForSnapshot, "snapshotDataIntegrity": r.SnapshotDataIntegrity,
