@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -17,11 +18,13 @@ func (a *app) backupRestore() *cobra.Command {
 	c := &cobra.Command{
 		Use: "restore BACKUP", Short: "Make a volume with the content of a backup",
 		Long: "Makes a volume with the content of a backup, which may be one of another cluster. The volume of the backup\n" +
-			"stays as it is. The new volume needs the backup until `drover volume show` says that the restore is completed.\n" +
+			"stays as it is; while it exists, the new volume needs another name. The new volume needs the backup until\n" +
+			"`drover volume show` says that the restore is completed.\n" +
 			"With --allow-damaged the volume can be used when the whole backup has been restored.\n" +
 			"Labels, number of replicas, selectors and the like are those of the volume when the backup was made\n" +
 			"(`drover backup show`); each flag replaces one of them, and --defaults all.",
-		Example: "  drover backup restore db-friday\n  drover backup restore db-friday --name db-again --replicas 2\n" +
+		Example: "  drover backup restore db-friday --name db-again\n" +
+			"  drover backup restore db-friday --name db-two --replicas 2\n" +
 			"  drover backup restore db-friday --name db-large --size 200Gi",
 		Args: checkArgs(cobra.ExactArgs(1)), ValidArgsFunction: a.completeNames(backups, true),
 		RunE: func(cmd *cobra.Command, left []string) error {
@@ -37,11 +40,15 @@ func (a *app) backupRestore() *cobra.Command {
 				return err
 			}
 			v := &f.volume
-			if v.Name == "" {
-				v.Name = b.Name
-			}
+			named := v.Name != ""
+			v.Name = cmp.Or(v.Name, b.Spec.Volume)
 			if err := checkName("volume", v.Name); err != nil {
 				return err
+			}
+			if !named {
+				if err := refuseExisting(ctx, c, b); err != nil {
+					return err
+				}
 			}
 			if err := f.restoreFrom(ctx, cmd, c, b); err != nil {
 				return err
@@ -49,13 +56,23 @@ func (a *app) backupRestore() *cobra.Command {
 			return a.makeVolume(ctx, cmd, c, &f, began)
 		},
 	}
-	c.Flags().StringVar(&f.volume.Name, "name", "", "name of the volume (default: the backup's)")
+	c.Flags().StringVar(&f.volume.Name, "name", "", "name of the volume (default: that of the backup's volume)")
 	c.Flags().StringVar(&f.size, "size", "", "size: 10Gi, 500Mi (default: the backup's)")
 	c.Flags().BoolVar(&f.volume.Spec.AllowDamaged, "allow-damaged", false,
 		"restore zeros in place of chunks that the store damaged or lost")
 	f.addShared(c)
 	f.addRestore(c)
 	return c
+}
+
+// refuseExisting refuses a restore under the name of the backup's volume while this volume exists.
+func refuseExisting(ctx context.Context, c client.Client, b *api.Backup) error {
+	err := c.Get(ctx, client.ObjectKey{Name: b.Spec.Volume}, &api.Volume{})
+	if err == nil {
+		return api.Errorf(api.Exists, "volume %q of backup %q exists: give the new volume another name with --name",
+			b.Spec.Volume, b.Name)
+	}
+	return explain(ctx, client.IgnoreNotFound(err))
 }
 
 // addRestore adds the flag for volumes with the content of a backup.

@@ -42,10 +42,14 @@ func TestBackupRestore(t *testing.T) {
 			t.Errorf("%v: code %d, %s%s", c.args, r.code, r.out, r.err)
 		}
 	}
+	place(t, newVolume("rest-exists"), newBackup("rest-of-existing", "rest-exists", "offsite"))
+	drover(t, kubeconfig("backup", "restore", "rest-of-existing")...).mustSay(t, 5, `volume "rest-exists"`, "--name")
 	for name, c := range map[string]struct {
 		args []string
 		want string // labels and parameters
 	}{
+		"rest": {[]string{"backup", "restore", "rest-b"},
+			"map[team:db tier:1] 3 best-effort fast-check [rack] [hdd] map[backupTargetName:rest-target]"},
 		"rest-1": {[]string{"backup", "restore", "rest-b", "--name", "rest-1", "--replicas", "2", "--disk-selector", "ssd",
 			"--node-selector", "", "--label", "tier=2", "--label", "new=x"},
 			"map[new:x team:db tier:2] 2 best-effort fast-check [] [ssd] map[backupTargetName:rest-target]"},
