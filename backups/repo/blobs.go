@@ -53,8 +53,8 @@ func newAddedBlobs() *addedBlobs {
 	return &addedBlobs{at: map[blobHandle]struct{ pack, entry uint32 }{}}
 }
 
-// LoadIndex reads all index files that the local table does not cover yet. A damaged index file is an error of kind
-// Corrupt that names the file. The caller closes Blobs.
+// LoadIndex reads all index files that the local table does not cover yet. Packs that only damaged index files name are
+// read by their headers, and count as marked (repair_index.go). The caller closes Blobs.
 func (r *Repository) LoadIndex(ctx context.Context) (*Blobs, error) {
 	t, err := r.loadTable(ctx, true)
 	if err != nil {
@@ -126,6 +126,11 @@ func (r *Repository) loadTable(ctx context.Context, cached bool) (*index.Table, 
 		switch {
 		case errors.Is(err, errTableDamaged):
 			cached = false
+		case api.Is(err, api.Corrupt):
+			// For this session alone: the next one may read the index file well.
+			if t, err = r.recoverTable(ctx); !api.Is(err, api.NotFound) {
+				return t, err
+			}
 		case !api.Is(err, api.NotFound): // an index file vanishes when a sweep has replaced the file
 			if err == nil {
 				r.shared.table = t
@@ -253,8 +258,11 @@ func (r *Repository) scanIndexFile(ctx context.Context, f namedFile, each func(i
 		return err
 	})
 	if err != nil {
-		return "", api.Errorf(api.KindOf(err), "repository %.8s: index file %.8s: %w; "+
-			"`restic rebuild-index` makes a new index", r.ID(), f.id, err)
+		err = api.Errorf(api.KindOf(err), "repository %.8s: index file %.8s: %w", r.ID(), f.id, err)
+		if api.Is(err, api.Corrupt) {
+			err = api.Errorf(api.Corrupt, "%w; `drover backup verify` makes the index whole again", err)
+		}
+		return "", err
 	}
 	return session, nil
 }

@@ -8,6 +8,7 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/backups/repo/index"
 	"drover.io/drover/backups/repo/keys"
 	"drover.io/drover/backups/repo/tree"
 )
@@ -20,6 +21,8 @@ type Damage struct {
 	Objects   []string              // names of damaged key files, index files and snapshots, and of missing packs
 	Blobs     map[blob.ID]blob.Kind // that snapshots need, and no pack has whole
 	Snapshots []blob.ID             // that need such blobs, or are damaged themselves
+	Lost      int                   // damaged snapshots: nothing has the content
+	Repaired  bool                  // the index was damaged, or lacked packs, and is repaired
 }
 
 // IsZero reports whether nothing is damaged.
@@ -32,29 +35,45 @@ func (d *Damage) addObject(name string) {
 }
 
 // Check compares all objects but the packs with their names, and looks for every blob that a snapshot needs: in the
-// index, outside of the packs that Verify marked, and in a pack that exists. Missing packs get marks. Errors say
-// nothing about the repository.
-func (r *Repository) Check(ctx context.Context, o WriterOptions) (damage Damage, err error) {
-	damage.Blobs = map[blob.ID]blob.Kind{}
-	err = r.withSession(ctx, func(lock *Lock) error {
-		o.Lock = lock
-		c := &checker{r: r.withoutCache(), damage: &damage, seen: map[blob.ID]bool{}}
-		return c.run(lock.Context(), o)
-	})
+// index, outside of the packs that Verify marked, and in a pack that exists. Check repairs an index that lacks needed
+// blobs, and looks again. Missing packs get marks. Errors say nothing about the repository; IsPartMissing tells that of
+// a store without a part of its packs.
+func (r *Repository) Check(ctx context.Context, o WriterOptions) (Damage, error) {
+	damage, unnamed, err := r.checkOnce(ctx, o)
+	if unnamed && (err == nil || errors.Is(err, errManyDamaged)) {
+		var done indexRepair
+		if done, err = r.repairIndex(ctx, nil); done.changed && err == nil {
+			damage, _, err = r.checkOnce(ctx, o)
+			damage.Repaired = true
+		}
+	}
 	if err != nil {
 		err = api.Errorf(api.KindOf(err), "repository %.8s: the check ended early: %w", r.ID(), err)
 	}
 	return damage, err
 }
 
+// checkOnce is Check without repairs; unnamed says that snapshots need blobs that no index file names.
+func (r *Repository) checkOnce(ctx context.Context, o WriterOptions) (damage Damage, unnamed bool, err error) {
+	damage.Blobs = map[blob.ID]blob.Kind{}
+	c := &checker{r: r.withoutCache(), damage: &damage, seen: map[blob.ID]bool{}}
+	err = r.withSession(ctx, func(lock *Lock) error {
+		o.Lock = lock
+		return c.run(lock.Context(), o)
+	})
+	return damage, c.unnamed, err
+}
+
 type checker struct {
 	r      *Repository // without a cache
 	blobs  *Blobs
+	marks  map[blob.ID]bool // packs that index files mark
 	damage *Damage
 
-	mu    sync.Mutex
-	trees []blob.ID        // to read
-	seen  map[blob.ID]bool // trees; true: the tree, or a part of it, is damaged
+	mu      sync.Mutex
+	trees   []blob.ID        // to read
+	seen    map[blob.ID]bool // trees; true: the tree, or a part of it, is damaged
+	unnamed bool             // snapshots need blobs that no index file names
 }
 
 func (c *checker) run(ctx context.Context, o WriterOptions) (err error) {
@@ -65,9 +84,12 @@ func (c *checker) run(ctx context.Context, o WriterOptions) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, c.blobs.Close()) }()
-	lost, err := c.lostPacks(ctx)
+	lost, err := c.r.lostPacks(ctx, c.blobs.table)
 	if err != nil {
 		return err
+	}
+	for _, p := range lost {
+		c.damage.addObject(packName(p.ID))
 	}
 	if len(lost) > 0 {
 		if _, err := c.r.retire(ctx, lost, o); err != nil {
@@ -82,6 +104,9 @@ func (c *checker) run(ctx context.Context, o WriterOptions) (err error) {
 			return err
 		}
 	}
+	if c.marks, err = c.blobs.table.Marks(); err != nil {
+		return err
+	}
 	if err := c.checkSnapshots(ctx); err != nil {
 		return err
 	}
@@ -94,16 +119,8 @@ func (c *checker) checkFiles(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	indexFiles, err := c.r.listIndex(ctx)
-	if err != nil {
-		return err
-	}
-	for i, f := range slices.Concat(keyFiles, indexFiles) {
-		limit := int64(indexLimit)
-		if i < len(keyFiles) {
-			limit = keys.FileLimit
-		}
-		_, err := readNamed(ctx, c.r.store, f, limit)
+	for _, f := range keyFiles {
+		_, err := readNamed(ctx, c.r.store, f, keys.FileLimit)
 		switch {
 		case api.Is(err, api.NotFound): // replaced meanwhile
 		case api.Is(err, api.Corrupt):
@@ -112,29 +129,62 @@ func (c *checker) checkFiles(ctx context.Context) error {
 			return err
 		}
 	}
-	return nil
+	damaged, err := c.r.damagedIndexFiles(ctx)
+	for _, f := range damaged {
+		c.damage.addObject(f.Name)
+	}
+	return err
 }
 
-// lostPacks are the packs of the index that the store does not have.
-func (c *checker) lostPacks(ctx context.Context) (lost []DamagedPack, err error) {
-	packs, err := c.r.listPacks(ctx)
+// missingShare: a store without two packs or more, and a tenth of all, probably lacks a disk or a mount.
+const missingShare = 10
+
+var errPartMissing = errors.New("a part of the store is missing")
+
+// IsPartMissing reports whether err says that the store lacks many packs, probably because a part of the store is away,
+// as one disk of several. The packs may come back, and get no marks.
+func IsPartMissing(err error) bool { return errors.Is(err, errPartMissing) }
+
+// lostPacks are the packs of an index table that the store does not have. Too many without a mark are an error that
+// IsPartMissing tells.
+func (r *Repository) lostPacks(ctx context.Context, t *index.Table) (lost []DamagedPack, err error) {
+	packs, err := r.listPacks(ctx)
 	if err != nil {
 		return nil, err
 	}
-	names, err := c.blobs.table.Packs()
+	names, err := t.Packs()
 	if err != nil {
 		return nil, err
 	}
+	marks, err := t.Marks()
+	if err != nil {
+		return nil, err
+	}
+	unlisted, unmarked := map[blob.ID]bool{}, 0
 	for _, id := range names {
-		if packs.find(id) != nil {
-			continue
+		if packs.find(id) == nil && !unlisted[id] {
+			unlisted[id] = true
+			if !marks[id] {
+				unmarked++
+			}
 		}
-		_, err := c.r.store.Stat(ctx, packName(id)) // younger than the list, or lost
-		if api.Is(err, api.NotFound) {
-			lost = append(lost, DamagedPack{id, err})
-			c.damage.addObject(packName(id))
-		} else if err != nil {
+	}
+	for id := range unlisted {
+		_, err := r.store.Stat(ctx, packName(id)) // younger than the list, or lost
+		switch {
+		case err == nil:
+			continue
+		case !api.Is(err, api.NotFound):
 			return nil, err
+		}
+		lost = append(lost, DamagedPack{id, err})
+		if len(lost) > 1 && unmarked > 1 && unmarked*missingShare >= len(names) {
+			if err := r.CheckStore(ctx); err != nil { // an empty mount point lacks all packs
+				return nil, err
+			}
+			return nil, api.Errorf(api.Unavailable, "%w: the store lacks %d of %d packs; mount or restore the rest of the "+
+				"folder or bucket; if the packs are lost for good, run `restic rebuild-index`", errPartMissing, unmarked,
+				len(names))
 		}
 	}
 	return lost, nil
@@ -155,6 +205,7 @@ func (c *checker) checkSnapshots(ctx context.Context) error {
 		case api.Is(err, api.Corrupt), api.Is(err, api.Unsupported):
 			c.damage.addObject(f.file.Name)
 			c.damage.Snapshots = append(c.damage.Snapshots, f.ID)
+			c.damage.Lost++
 			continue
 		case err != nil:
 			return err
@@ -199,7 +250,7 @@ func (c *checker) readTrees(ctx context.Context) error {
 				nodes, err = tree.Decode(plain)
 			}
 			if err != nil {
-				return c.addBlob(batch[i], blob.Tree)
+				return c.addBlob(ctx, batch[i], blob.Tree)
 			}
 			return c.addNodes(ctx, nodes)
 		})
@@ -216,7 +267,7 @@ func (c *checker) addNodes(ctx context.Context, nodes []tree.Node) error {
 			if has, err := c.blobs.Has(ctx, id, blob.Data); err != nil {
 				return err
 			} else if !has {
-				if err := c.addBlob(id, blob.Data); err != nil {
+				if err := c.addBlob(ctx, id, blob.Data); err != nil {
 					return err
 				}
 			}
@@ -230,11 +281,23 @@ func (c *checker) addNodes(ctx context.Context, nodes []tree.Node) error {
 	return nil
 }
 
-func (c *checker) addBlob(id blob.ID, kind blob.Kind) error {
+var errManyDamaged = api.Errorf(api.Unsupported, "more than %d blobs are damaged; restore the store from a copy",
+	damagedLimit)
+
+func (c *checker) addBlob(ctx context.Context, id blob.ID, kind blob.Kind) error {
+	has, err := c.blobs.Has(ctx, id, kind)
+	if err != nil {
+		return err
+	}
+	l, _, err := c.blobs.Find(ctx, id, kind)
+	if err != nil {
+		return err
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.unnamed = c.unnamed || !has && !c.marks[l.Pack]
 	if c.damage.Blobs[id] = kind; len(c.damage.Blobs) > damagedLimit {
-		return api.Errorf(api.Unsupported, "more than %d blobs are damaged; restore the store from a copy", damagedLimit)
+		return errManyDamaged
 	}
 	return nil
 }

@@ -91,11 +91,17 @@ func listFolder(ctx context.Context, store target.Store, folder string) (files [
 	return files, nil
 }
 
-// readNamed reads an object of at most limit bytes and compares the bytes with the name.
-func readNamed(ctx context.Context, store target.Store, f namedFile, limit int64) ([]byte, error) {
-	b, err := readObject(ctx, store, f.Object, limit)
-	if err == nil && blob.Sum(b) != f.id {
-		err = api.Errorf(api.Corrupt, "object %s: the bytes do not match the name", f.Name)
+// readNamed reads an object of at most limit bytes and compares the bytes with the name. A damaged object is read
+// twice: a network may damage bytes, too.
+func readNamed(ctx context.Context, store target.Store, f namedFile, limit int64) (b []byte, err error) {
+	for range 2 {
+		b, err = readObject(ctx, store, f.Object, limit)
+		if err == nil && blob.Sum(b) != f.id {
+			err = api.Errorf(api.Corrupt, "object %s: the bytes do not match the name", f.Name)
+		}
+		if !api.Is(err, api.Corrupt) {
+			break
+		}
 	}
 	return b, err
 }

@@ -19,7 +19,7 @@ import (
 // the header with the index. A pack with a difference, and a pack that the store lost, get a mark in a new index file.
 // From then on no new session relies on the pack: a backup that reads such a chunk stores the chunk again. The blobs of
 // the pack that can be read are copied into new packs. A sweep deletes the damaged pack when no snapshot needs the pack
-// any more.
+// any more. A marked pack that is whole, because the store has the pack again, loses the mark.
 
 // Bounds of one call of Verify.
 const (
@@ -38,13 +38,16 @@ type VerifyOptions struct {
 
 // VerifyStats tell the result of Verify.
 type VerifyStats struct {
-	Packs   int
-	Bytes   int64
-	Last    blob.ID // name of the last pack that was read, or Until if all were
-	Done    bool    // all packs until Until were read
-	Damaged []DamagedPack
-	Copied  int64 // blobs of damaged packs that are safe now
-	Marked  bool  // packs had marks before, perhaps of another cluster
+	Packs    int
+	Bytes    int64
+	Last     blob.ID // name of the last pack that was read, or Until if all were
+	Done     bool    // all packs until Until were read
+	Damaged  []DamagedPack
+	Copied   int64 // blobs of damaged packs that are safe now
+	Marked   bool  // packs had marks before, perhaps of another cluster
+	Repaired bool  // index files were damaged, and are repaired as far as the store permits
+
+	whole map[blob.ID]bool // packs with a mark that are whole
 }
 
 // DamagedPack is a pack whose bytes differ, or which is missing.
@@ -53,14 +56,26 @@ type DamagedPack struct {
 	Err error
 }
 
-// Verify reads some of the packs that the index names. Errors say nothing about the packs. After a call without an
-// error, every damaged pack of the range has a mark.
+// Verify reads some of the packs that the index names, and at the end of the range all index files. Errors say nothing
+// about the packs; IsPartMissing tells that of a store without a part of its packs. Also after an error, every damaged
+// pack up to stats.Last has a mark, and no whole pack has a mark.
 func (r *Repository) Verify(ctx context.Context, o VerifyOptions) (stats VerifyStats, err error) {
+	stats.Last = o.After
 	err = r.withSession(ctx, func(lock *Lock) error {
 		o.Writer.Lock = lock
 		stats, err = r.verify(lock.Context(), o)
 		return err
 	})
+	if len(stats.whole) > 0 || stats.Done {
+		done, e := r.repairDamagedIndex(ctx, stats.whole)
+		stats.Repaired, err = done.damaged, errors.Join(err, e)
+		switch {
+		case e != nil && len(stats.whole) > 0: // they keep their marks
+			stats = VerifyStats{Last: o.After}
+		case e != nil:
+			stats.Done = false
+		}
+	}
 	if err != nil {
 		err = api.Errorf(api.KindOf(err), "repository %.8s: the verification ended early: %w", r.ID(), err)
 	}
@@ -82,34 +97,60 @@ func (r *Repository) withSession(ctx context.Context, do func(*Lock) error) (err
 }
 
 func (r *Repository) verify(ctx context.Context, o VerifyOptions) (stats VerifyStats, err error) {
+	stats = VerifyStats{Last: o.After, whole: map[blob.ID]bool{}}
 	chosen, done, err := r.chooseVerified(ctx, o, &stats)
 	if err != nil {
 		return stats, err
 	}
-	var failed []DamagedPack
+	var ended error // why the packs behind stats.Last were not read
 	for _, p := range chosen {
 		n, err := r.verifyPack(ctx, o.Rate, p)
 		if IsDamage(err) { // a network may damage bytes, too
 			n, err = r.verifyPack(ctx, o.Rate, p)
 		}
-		if IsDamage(err) {
-			failed = append(failed, DamagedPack{p.id, err})
-		} else if err != nil {
-			return stats, err
+		if api.Is(err, api.NotFound) && !p.marked {
+			err = r.confirmLost(ctx, err)
+		}
+		switch {
+		case IsDamage(err):
+			stats.Damaged = append(stats.Damaged, DamagedPack{p.id, err})
+		case err != nil:
+			ended = err
+		case p.marked:
+			stats.whole[p.id] = true
+		}
+		if ended != nil {
+			break
 		}
 		stats.Packs, stats.Bytes, stats.Last = stats.Packs+1, stats.Bytes+n, p.id
 	}
-	if stats.Damaged, stats.Done = failed, done; done {
+	if stats.Done = done && ended == nil; stats.Done {
 		stats.Last = o.Until
 	}
-	stats.Copied, err = r.retire(ctx, failed, o.Writer)
-	return stats, err
+	if stats.Copied, err = r.retire(ctx, stats.Damaged, o.Writer); err != nil {
+		return VerifyStats{Last: o.After}, err
+	}
+	return stats, ended
+}
+
+// confirmLost returns the error of a missing pack, or that of a store that lacks a part of its packs.
+func (r *Repository) confirmLost(ctx context.Context, missing error) (err error) {
+	b, err := r.LoadIndex(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { err = cmp.Or(b.Close(), err) }()
+	if _, err := r.lostPacks(ctx, b.table); err != nil {
+		return err
+	}
+	return missing
 }
 
 // indexedPack is a pack with the entries that the index has of it.
 type indexedPack struct {
 	id      blob.ID
 	entries []pack.Entry
+	marked  bool
 }
 
 // chooseVerified returns the next packs in the order of their names; done says that no more packs follow until o.Until.
@@ -150,8 +191,12 @@ func (r *Repository) chooseVerified(ctx context.Context, o VerifyOptions, stats 
 		}
 		return nil
 	})
+	if err != nil {
+		return nil, false, err
+	}
+	marks, err := b.table.Marks()
 	for _, id := range ids {
-		chosen = append(chosen, indexedPack{id, entries[id]})
+		chosen = append(chosen, indexedPack{id, entries[id], marks[id]})
 	}
 	return chosen, done, err
 }
@@ -288,7 +333,7 @@ func (r *Repository) mark(ctx context.Context, packs map[blob.ID]bool, lock *Loc
 			}
 			return nil
 		})
-		if err != nil && !api.Is(err, api.NotFound) { // a sweep replaced the file; a second mark does no harm
+		if err != nil && !IsDamage(err) { // replaced by a sweep, or damaged; a second mark does no harm
 			return err
 		}
 	}

@@ -185,6 +185,17 @@ func (t *Table) Files() []blob.ID { return t.files }
 // HasMarks reports whether an index file marks a pack as damaged.
 func (t *Table) HasMarks() bool { return t.marks.count > 0 }
 
+// Marks are the packs that an index file marks as damaged, without marks of Add. Errors are those of Has.
+func (t *Table) Marks() (marks map[blob.ID]bool, err error) {
+	marks = map[blob.ID]bool{}
+	return marks, t.each(t.marks, func(item []byte) error {
+		if binary.LittleEndian.Uint32(item[idSize:]) != noFile {
+			marks[blob.ID(item[:idSize])] = true
+		}
+		return nil
+	})
+}
+
 // Len is the number of entries.
 func (t *Table) Len() int64 { return t.records.count }
 
