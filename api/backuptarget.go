@@ -184,6 +184,7 @@ const (
 // Reasons of ConditionDamaged.
 const (
 	ReasonBackupsDamaged = "BackupsDamaged"
+	ReasonPartMissing    = "PartMissing" // of the store: many packs at once; nothing was marked
 	ReasonNoDamage       = "NoDamage"
 )
 
@@ -317,7 +318,7 @@ type VerificationFact struct {
 	// BlobNames and ObjectNames are some of the damaged blobs and of the damaged or missing objects of the store.
 	BlobNames   []string `json:"blobNames,omitempty"`
 	ObjectNames []string `json:"objectNames,omitempty"`
-	// DamagedBackups is how many backups need damaged blobs; BackupNames are some of them.
+	// DamagedBackups is how many backups need damaged blobs, or lost their own description; BackupNames are some of them.
 	DamagedBackups int32    `json:"damagedBackups,omitempty"`
 	BackupNames    []string `json:"backupNames,omitempty"`
 }

@@ -107,7 +107,7 @@ func verifyTarget(ctx context.Context, c client.WithWatch, name string, remarks 
 			return false, nil
 		}
 		why = v.Message
-		p.Show("verifies", v.Bytes, 0)
+		p.Show("verifies", v.Bytes, verified.Total(t))
 		return !v.Asked, nil
 	})
 	p.Clear()

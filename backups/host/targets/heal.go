@@ -21,8 +21,13 @@ import (
 	"drover.io/drover/backups/repo/blob"
 )
 
-// longestHealPause bounds the pause after failed heals, which begins with Options.Retry.
-const longestHealPause = time.Hour
+// longestPause bounds the pause after failed heals and verifications, which begins with Options.Retry.
+const longestPause = time.Hour
+
+// pauseAfter is the pause after a failure that follows others without a success between. It doubles with each.
+func (o *Options) pauseAfter(others int) time.Duration {
+	return min(o.Retry<<min(others, 10), max(o.Retry, longestPause))
+}
 
 // healReconciler heals targets that other nodes look after. The owner of a target heals from its own disks, and writes
 // the damage that is left into the status. Then each other node heals once, as far as its disks have the blobs, and
@@ -126,7 +131,7 @@ func (r *healReconciler) endJob(t *api.BackupTarget, h *nodeHeal) {
 	}
 	r.log.Log(context.Background(), level, "a damaged backup target cannot be healed yet", "target", t.Name, "err",
 		result.err)
-	h.again = r.opts.Now().Add(min(r.opts.Retry<<min(h.failures, 10), max(r.opts.Retry, longestHealPause)))
+	h.again = r.opts.Now().Add(r.opts.pauseAfter(h.failures))
 	h.failures++
 }
 

@@ -103,7 +103,7 @@ func TestFailedHealPauses(t *testing.T) {
 		w.look()
 	}
 	w.heals["default"].failures = 1000
-	if got := w.endHeal().RequeueAfter; got != longestHealPause {
+	if got := w.endHeal().RequeueAfter; got != longestPause {
 		t.Errorf("the longest pause is %v", got)
 	}
 }

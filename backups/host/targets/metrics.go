@@ -17,6 +17,9 @@ var (
 	damagedBlobs = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backup_target_damaged_blobs",
 		Help: "Blobs that backups need and that the store lost or changed, by the last verification of this node."},
 		[]string{"target"})
+	damagedBackups = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backup_target_damaged_backups",
+		Help: "Backups that lost blobs, or their own description, by the last verification of this node."},
+		[]string{"target"})
 	usedBytes = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backup_target_used_bytes",
 		Help: "Bytes of all chunks and lists in the repository of a backup target, by the node that looks after the target."},
 		[]string{"target"})
@@ -26,7 +29,8 @@ var (
 )
 
 func init() {
-	metrics.Registry.MustRegister(targetAvailable, sweptBytes, verifiedBytes, damagedBlobs, usedBytes, uniqueBytes)
+	metrics.Registry.MustRegister(targetAvailable, sweptBytes, verifiedBytes, damagedBlobs, damagedBackups, usedBytes,
+		uniqueBytes)
 }
 
 // setUsage sets the gauges of a target's use.
@@ -34,5 +38,13 @@ func setUsage(t *api.BackupTarget) {
 	if u := t.Status.Usage; u != nil {
 		usedBytes.WithLabelValues(t.Name).Set(float64(u.UsedBytes))
 		uniqueBytes.WithLabelValues(t.Name).Set(float64(u.UniqueBytes))
+	}
+}
+
+// setDamage sets the gauges of a target's damage.
+func setDamage(t *api.BackupTarget) {
+	if v := t.Status.Verification; v != nil {
+		damagedBlobs.WithLabelValues(t.Name).Set(float64(v.DamagedBlobs))
+		damagedBackups.WithLabelValues(t.Name).Set(float64(v.DamagedBackups))
 	}
 }

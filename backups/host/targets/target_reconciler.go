@@ -130,6 +130,7 @@ func (r *targetReconciler) forgetTarget(name string, deleted bool) {
 	r.mu.Unlock()
 	targetAvailable.DeleteLabelValues(name)
 	damagedBlobs.DeleteLabelValues(name)
+	damagedBackups.DeleteLabelValues(name)
 	usedBytes.DeleteLabelValues(name)
 	uniqueBytes.DeleteLabelValues(name)
 	if rec != nil {
@@ -169,7 +170,7 @@ func (r *targetReconciler) writeResults(ctx context.Context, t *api.BackupTarget
 		applyLock(t, api.ReasonSweepWaits, rec.sweepWait.reason())
 	}
 	if verified {
-		rec.applyVerification(t, backups, r.opts.Retry, now)
+		rec.applyVerification(t, backups, &r.opts, now)
 		rec.noteDigests(r.node)
 	}
 	again, err = r.markDamaged(ctx, rec, backups) // before the target tells the end of the verification
@@ -224,9 +225,7 @@ func (r *targetReconciler) reportVisit(t *api.BackupTarget, before *api.BackupTa
 	}
 	r.reportAvailable(t, before)
 	setUsage(t)
-	if v := t.Status.Verification; v != nil { // by the former owner, too
-		damagedBlobs.WithLabelValues(t.Name).Set(float64(v.DamagedBlobs))
-	}
+	setDamage(t) // that of the former owner, too
 	if v.keysErr != nil {
 		r.events.Eventf(t, nil, corev1.EventTypeWarning, "PasswordNotChanged", "Visit", "%s",
 			api.ClipMessage(v.keysErr.Error()))

@@ -52,7 +52,9 @@ type targetRecord struct {
 	leftPause   time.Duration // doubles, because a target may have sessions all the time
 
 	verification *job[verifyResult]
-	verifyAgain  time.Time                    // no step begins before
+	verifyAgain  time.Time                    // no step begins before, unless a user asks again
+	verifyFailed int                          // steps in a row that failed
+	failedAsked  *metav1.Time                 // VerifyRequestedAt when the last step failed
 	healSeen     time.Time                    // when UncheckedBlobs of the status became more than 0; zero: 0
 	damaged      map[blob.ID]bool             // snapshots of the last check; nil: none in this process
 	digests      map[blob.ID]*api.DigestsFact // of backups of Longhorn that this process verified

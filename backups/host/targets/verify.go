@@ -79,7 +79,8 @@ func (r *Repositories) verify(ctx context.Context, t *api.BackupTarget, wish ver
 				return err
 			}
 			complete := result.stats.Done && wish.parts == api.VerificationParts-1
-			check := wish.check || result.stats.Marked // another cluster may have found damage of backups of this one
+			// Another cluster may have found damage of backups of this one.
+			check := wish.check || result.stats.Marked || result.stats.Repaired
 			if !complete && len(result.stats.Damaged) == 0 && (!check || !result.stats.Done) {
 				return nil
 			}
@@ -109,7 +110,7 @@ func (rec *targetRecord) nextVerification(t *api.BackupTarget, delay time.Durati
 		return time.Time{} // a verification of a repository writes a lock
 	}
 	due := earlier(nextPart(t, now), rec.nextRecheck(t, delay, now))
-	if !due.IsZero() && due.Before(rec.verifyAgain) {
+	if !due.IsZero() && due.Before(rec.verifyAgain) && t.Spec.VerifyRequestedAt.Equal(rec.failedAsked) {
 		return rec.verifyAgain
 	}
 	return due
@@ -180,9 +181,9 @@ func nextWish(t *api.BackupTarget) (wish verifyWish) {
 	return wish
 }
 
-// applyVerification brings the result of a step into the status.
-func (rec *targetRecord) applyVerification(t *api.BackupTarget, backups []api.StoredBackup, retry time.Duration,
-	now time.Time) {
+// applyVerification brings the result of a step into the status. A step that failed keeps the packs that it read: only
+// the rest, and the look for damage, are repeated.
+func (rec *targetRecord) applyVerification(t *api.BackupTarget, backups []api.StoredBackup, o *Options, now time.Time) {
 	s := &rec.verification.result
 	v := t.Status.Verification
 	if v == nil {
@@ -191,10 +192,17 @@ func (rec *targetRecord) applyVerification(t *api.BackupTarget, backups []api.St
 	}
 	at := metav1.NewTime(now.Truncate(time.Second))
 	if s.err != nil {
-		v.Message, rec.verifyAgain = api.ClipMessage(s.err.Error()), now.Add(retry)
+		v.Message, rec.verifyAgain = api.ClipMessage(s.err.Error()), now.Add(o.pauseAfter(rec.verifyFailed))
+		rec.verifyFailed, rec.failedAsked = rec.verifyFailed+1, t.Spec.VerifyRequestedAt
+		if s.verdicts == nil && !s.wish.recheck && s.stats.Last != s.wish.after {
+			s.applyStep(v, at)
+		}
+		if repo.IsPartMissing(s.err) {
+			api.SetCondition(&t.Status.Conditions, t.Generation, api.ConditionDamaged, true, api.ReasonPartMissing, v.Message)
+		}
 		return
 	}
-	v.Message, rec.verifyAgain = "", time.Time{}
+	v.Message, rec.verifyAgain, rec.verifyFailed = "", time.Time{}, 0
 	if s.healErr != nil {
 		v.Message = api.ClipMessage("the damage cannot be healed: " + s.healErr.Error())
 	}
@@ -224,7 +232,7 @@ func (s *verifyResult) applyStep(v *api.VerificationFact, at metav1.Time) {
 	}
 	v.Packs, v.Bytes = v.Packs+int64(s.stats.Packs), v.Bytes+s.stats.Bytes
 	v.Position, v.Parts = s.stats.Last.String(), s.wish.parts
-	if s.stats.Done {
+	if s.stats.Done && s.err == nil { // else the next step looks for damage
 		v.Parts, v.PartEndedAt = s.wish.parts+1, &at
 	}
 	if v.Parts == api.VerificationParts {
@@ -258,12 +266,23 @@ func (rec *targetRecord) applyDamage(t *api.BackupTarget, backups []api.StoredBa
 	reason, message := api.ReasonNoDamage, ""
 	if !d.IsZero() {
 		reason = api.ReasonBackupsDamaged
-		message = fmt.Sprintf("the store lost or changed %s that %s need, and %s; each node writes again what its disks "+
-			"have; for the rest, make full backups of the volumes while they exist, or delete the damaged backups",
-			api.CountText(len(d.Blobs), "blob"),
-			api.CountText(len(d.Snapshots), "backup"), api.CountText(len(d.Objects), "object"))
+		message = describeDamage(d)
 	}
 	api.SetCondition(&t.Status.Conditions, t.Generation, api.ConditionDamaged, !d.IsZero(), reason, message)
+}
+
+func describeDamage(d *repo.Damage) string {
+	text := fmt.Sprintf("the store lost or changed %s that %s need, and %s", api.CountText(len(d.Blobs), "blob"),
+		api.CountText(len(d.Snapshots)-d.Lost, "backup"), api.CountText(len(d.Objects), "object"))
+	if len(d.Blobs) > 0 {
+		text += "; each node writes again what its disks have; for the rest, make full backups of the volumes while they " +
+			"exist, or delete the damaged backups"
+	}
+	if d.Lost > 0 {
+		text += fmt.Sprintf("; %s lost the snapshot object, and nothing repairs that: delete them, and make new ones",
+			api.CountText(d.Lost, "backup"))
+	}
+	return text
 }
 
 func firstNames(names []string) []string {
@@ -274,26 +293,33 @@ func firstNames(names []string) []string {
 // reportVerification reports a step whose result is in the status.
 func (r *targetReconciler) reportVerification(t *api.BackupTarget, before *api.BackupTargetStatus, s *verifyResult) {
 	verifiedBytes.WithLabelValues(t.Name).Add(float64(s.stats.Bytes))
-	if s.err != nil {
-		r.log.Warn("the verification of a backup target failed", "target", t.Name, "err", s.err)
-		return
-	}
 	for _, p := range s.stats.Damaged {
 		r.log.Error("a pack of a backup target is damaged", "target", t.Name, "pack", p.ID, "err", p.Err)
 	}
-	if !s.checked {
-		return
+	if s.stats.Repaired || s.damage.Repaired {
+		r.events.Eventf(t, nil, corev1.EventTypeWarning, "IndexRepaired", "Verify",
+			"index files of the repository were damaged or lost; new ones have what the headers of the packs say")
 	}
-	damagedBlobs.WithLabelValues(t.Name).Set(float64(t.Status.Verification.DamagedBlobs))
-	was := before.Verification
-	if c := meta.FindStatusCondition(t.Status.Conditions, api.ConditionDamaged); c.Status == metav1.ConditionTrue &&
-		(was == nil || !slices.Equal(was.BackupNames, t.Status.Verification.BackupNames) ||
-			t.Status.Verification.DamagedBlobs > was.DamagedBlobs ||
-			!slices.Equal(was.ObjectNames, t.Status.Verification.ObjectNames)) {
-		r.events.Eventf(t, nil, corev1.EventTypeWarning, "BackupsDamaged", "Verify", "%s", c.Message)
+	if s.err != nil {
+		r.log.Warn("the verification of a backup target failed", "target", t.Name, "err", s.err)
+	}
+	if s.err == nil && s.checked || repo.IsPartMissing(s.err) {
+		setDamage(t)
+		r.reportDamage(t, before)
 	}
 	if s.healed > 0 {
 		reportHeal(r.events, t, s.healed, r.node)
+	}
+}
+
+// reportDamage emits an event for damage that the status did not have before.
+func (r *targetReconciler) reportDamage(t *api.BackupTarget, before *api.BackupTargetStatus) {
+	was, is := before.Verification, t.Status.Verification
+	former := meta.FindStatusCondition(before.Conditions, api.ConditionDamaged)
+	if c := meta.FindStatusCondition(t.Status.Conditions, api.ConditionDamaged); c.Status == metav1.ConditionTrue &&
+		(was == nil || former == nil || former.Reason != c.Reason || !slices.Equal(was.BackupNames, is.BackupNames) ||
+			is.DamagedBlobs > was.DamagedBlobs || !slices.Equal(was.ObjectNames, is.ObjectNames)) {
+		r.events.Eventf(t, nil, corev1.EventTypeWarning, "BackupsDamaged", "Verify", "%s", c.Message)
 	}
 }
 

@@ -44,12 +44,17 @@ func (w *world) verify(name string) *api.BackupTarget {
 	w.T.Helper()
 	w.clock.advance(time.Second)
 	at := metav1.NewTime(w.clock.now())
-	apitest.Edit(w.Server, &api.BackupTarget{ObjectMeta: apitest.Named(name)}, func(t *api.BackupTarget) {
-		t.Spec.VerifyRequestedAt = &at
-	})
+	w.askVerification(name, at)
 	return w.awaitTarget(name, "verified", func(t *api.BackupTarget) bool {
 		v := t.Status.Verification
 		return v != nil && at.Equal(v.Request) && !v.Asked
+	})
+}
+
+func (w *world) askVerification(name string, at metav1.Time) {
+	w.T.Helper()
+	apitest.Edit(w.Server, &api.BackupTarget{ObjectMeta: apitest.Named(name)}, func(t *api.BackupTarget) {
+		t.Spec.VerifyRequestedAt = &at
 	})
 }
 

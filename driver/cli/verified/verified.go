@@ -24,6 +24,13 @@ func Damage(t *api.BackupTarget) string {
 	if len(v.ObjectNames) > 0 {
 		objects = ", and the objects " + strings.Join(v.ObjectNames, ", ")
 	}
+	switch {
+	case blobs == 0 && v.DamagedBackups > 0: // their snapshot objects
+		return fmt.Sprintf("target %q is damaged: nothing repairs %s%s: delete these backups, and make new ones", t.Name,
+			backups, objects)
+	case blobs == 0:
+		return fmt.Sprintf("target %q is damaged, and no backup is%s: see `drover target show %s`", t.Name, objects, t.Name)
+	}
 	return fmt.Sprintf("target %q is damaged: %s of %s lost%s; blobs: %s; make full backups of the volumes (--full) "+
 		"unless other nodes heal the target within minutes, or delete these backups", t.Name, api.CountText(blobs, "blob"),
 		backups, objects, names)
@@ -41,6 +48,14 @@ func Remedy(t *api.BackupTarget, damaged api.StoredBackup) string {
 		return fmt.Sprintf("make a full backup of volume %q (--full), or delete this one", b.Spec.Volume)
 	}
 	return "copies of the image on the nodes' disks heal it; without one, delete this backup"
+}
+
+// Total is how many bytes a verification in progress reads; 0: not known.
+func Total(t *api.BackupTarget) int64 {
+	if u := t.Status.Usage; u != nil {
+		return max(u.UsedBytes, t.Status.Verification.Bytes)
+	}
+	return 0
 }
 
 // Summary describes how much of a target the verification read.

@@ -29,6 +29,20 @@ func TestTextsNameObjectAndRemedy(t *testing.T) {
 			t.Errorf("%s: %s", format, text)
 		}
 	}
+	target.Status.Format = api.FormatRestic
+	v.DamagedBlobs, v.BlobNames, v.ObjectNames = 0, nil, []string{"snapshots/77"}
+	if text := Damage(target); !strings.Contains(text, "nothing repairs 1 backup (b)") ||
+		!strings.Contains(text, "snapshots/77") {
+		t.Errorf("a lost backup: %s", text)
+	}
+	v.DamagedBackups, v.BackupNames, v.ObjectNames = 0, nil, []string{"keys/77"}
+	if text := Damage(target); !strings.Contains(text, "no backup is") || !strings.Contains(text, "keys/77") {
+		t.Errorf("a damaged key file: %s", text)
+	}
+	target.Status.Usage = &api.UsageFact{UsedBytes: 9 << 20}
+	if n := Total(target); n != 9<<20 {
+		t.Errorf("a verification reads %d bytes", n)
+	}
 	b := &api.Backup{}
 	b.Name = "b"
 	for want, d := range map[string]*api.DigestsFact{"": nil, "on node n": {Node: "n", Percent: 100},
