@@ -22,6 +22,7 @@ func (m marks) set(n int64)      { m[n/64] |= 1 << (n % 64) }
 // marker marks the blobs that the snapshots need. Snapshots may come meanwhile.
 type marker struct {
 	r         *Repository
+	list      listFunc
 	blobs     *Blobs       // finds all blobs
 	table     *index.Table // of the blobs that have marks
 	files     map[blob.ID]struct{}
@@ -33,10 +34,13 @@ type marker struct {
 	young map[blob.ID]struct{} // trees that the table does not have
 }
 
-// newMarker marks blobs of the table of blobs, which has the index files.
-func newMarker(r *Repository, blobs *Blobs, files []namedFile) *marker {
-	m := &marker{r: r, blobs: blobs, table: blobs.table, files: map[blob.ID]struct{}{}, snapshots: map[blob.ID]struct{}{},
-		marks: make(marks, blobs.table.Len()/64+1), young: map[blob.ID]struct{}{}}
+// listFunc lists snapshots.
+type listFunc func(ctx context.Context) ([]SnapshotFile, error)
+
+// newMarker marks blobs of the table of blobs, which has the index files, for the snapshots of list.
+func newMarker(r *Repository, list listFunc, blobs *Blobs, files []namedFile) *marker {
+	m := &marker{r: r, list: list, blobs: blobs, table: blobs.table, files: map[blob.ID]struct{}{},
+		snapshots: map[blob.ID]struct{}{}, marks: make(marks, blobs.table.Len()/64+1), young: map[blob.ID]struct{}{}}
 	for _, f := range files {
 		m.files[f.id] = struct{}{}
 	}
@@ -47,7 +51,7 @@ func newMarker(r *Repository, blobs *Blobs, files []namedFile) *marker {
 // snapshot or tree that cannot be read, are errors: without knowing all that is needed, a sweep deletes nothing.
 func (m *marker) catchUp(ctx context.Context) error {
 	for {
-		files, err := m.r.ListSnapshots(ctx)
+		files, err := m.list(ctx)
 		if err != nil {
 			return err
 		}

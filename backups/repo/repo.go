@@ -94,7 +94,7 @@ func Init(ctx context.Context, store target.Store, password string, o Options) e
 }
 
 // firstSecret returns the key of a repository without a config: that of an interrupted Init, or a new one, whose key
-// file is then durable.
+// file is then durable. A new key belongs to a new repository, which has no snapshots.
 func firstSecret(ctx context.Context, store target.Store, password string, o Options) (secret blob.Secret, err error) {
 	found := false
 	tried, err := tryKeyFiles(ctx, store, password, func(s blob.Secret) bool {
@@ -109,6 +109,10 @@ func firstSecret(ctx context.Context, store target.Store, password string, o Opt
 		return secret, err
 	case !found:
 		secret = blob.NewSecret()
+		r := &Repository{store: store, key: blob.NewKey(secret)}
+		if err := r.saveRecord(ctx, snapshotRecord{First: sinceInit, Snapshots: []blob.ID{}}); err != nil {
+			return secret, api.Errorf(api.KindOf(err), "repository: the snapshot record cannot be written: %w", err)
+		}
 		err = putKeyFile(ctx, store, secret, password, o)
 	}
 	return secret, err

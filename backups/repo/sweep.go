@@ -25,6 +25,9 @@ import (
 //     snapshot that step 1 marked and nobody deleted: every blob of the snapshot is in a pack that stays, and the
 //     session loads the index again when a pack is missing (readMoved).
 //
+// The store's lists may be short. The sweep refuses a first list that lacks a snapshot of the record, or of the caller,
+// and marks every snapshot that one of its lists had, until the store denies the snapshot.
+//
 // Two belts hold the promise that no session loses a blob. A session of Drover notices that an index file vanished,
 // before and after it writes its snapshot, and stores hidden blobs again (Blobs.IsCurrent); the sweep looks for
 // snapshots before and after it replaces index files: so one of the two sees the other. And step 2 looks at the
@@ -46,7 +49,10 @@ type SweepOptions struct {
 	// Known are snapshots that the caller knows and nobody deleted. A first list without one of them is wrong, and ends
 	// the sweep with an error of kind Unavailable; so does a list without any snapshot, unless Empty is set.
 	Known []blob.ID
-	Empty bool // the caller knows that all snapshots were deleted
+	Empty bool // the caller knows no snapshot
+	// RecordAge is the least age of the snapshot record, unless the record is as old as the repository: until then, a list
+	// of the store may be short without being noticed. A younger record ends the sweep with an error of kind Busy.
+	RecordAge time.Duration
 
 	// Waits, unless nil, is called after each look at the sessions that delay the sweep, with an error as of IsLocked,
 	// which names the oldest session.
@@ -75,7 +81,8 @@ type sweep struct {
 	lock  *Lock
 	stats SweepStats
 
-	marked map[blob.ID]struct{} // snapshots that step 1 marked
+	known  map[blob.ID]SnapshotFile // that exist, by the lists of the sweep and the record
+	marked map[blob.ID]struct{}     // snapshots that step 1 marked
 }
 
 // Sweep deletes the packs that no snapshot needs. An error of kind Busy says that another sweep or another program uses
@@ -93,7 +100,7 @@ func (r *Repository) Sweep(ctx context.Context, o SweepOptions) (stats SweepStat
 	if err != nil {
 		return stats, err
 	}
-	s := &sweep{r: r, o: o, lock: lock}
+	s := &sweep{r: r, o: o, lock: lock, known: map[blob.ID]SnapshotFile{}}
 	s.o.Writer.Lock = lock
 	defer func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeLockTimeout)
@@ -109,6 +116,9 @@ func (r *Repository) Sweep(ctx context.Context, o SweepOptions) (stats SweepStat
 
 func (s *sweep) run(ctx context.Context) error {
 	if err := s.checkPermission(ctx); err != nil {
+		return err
+	}
+	if err := s.checkRecord(ctx); err != nil {
 		return err
 	}
 	hidden, err := s.hide(ctx)
@@ -135,6 +145,50 @@ func (s *sweep) checkPermission(ctx context.Context) error {
 		return err
 	}
 	return nil
+}
+
+// checkRecord compares the first list of snapshots with the record, and brings the record up to date.
+func (s *sweep) checkRecord(ctx context.Context) error {
+	list, err := s.r.ListRecorded(ctx)
+	if err != nil {
+		return err
+	}
+	if err := list.Check(); err != nil {
+		return err
+	}
+	for _, f := range list.Files {
+		s.known[f.ID] = f
+	}
+	if err := list.Save(ctx); err != nil {
+		return err
+	}
+	own, err := s.lock.own(ctx)
+	if err != nil {
+		return err
+	}
+	if age := list.age(own); age < s.o.RecordAge {
+		return api.Errorf(api.Busy, "Drover lists the snapshots of the repository since %v, and first sweeps after %v; "+
+			"try again later", age.Truncate(time.Second), s.o.RecordAge)
+	}
+	return nil
+}
+
+// listSnapshots lists the snapshots, and those that an earlier list had and the store still has.
+func (s *sweep) listSnapshots(ctx context.Context) ([]SnapshotFile, error) {
+	files, err := s.r.ListSnapshots(ctx)
+	if err != nil {
+		return nil, err
+	}
+	unlisted, err := s.r.findUnlisted(ctx, files, slices.Collect(maps.Keys(s.known)))
+	if err != nil {
+		return nil, err
+	}
+	files = append(files, unlisted...)
+	clear(s.known)
+	for _, f := range files {
+		s.known[f.ID] = f
+	}
+	return files, nil
 }
 
 // hide is step 1. hidden are the packs that step 2 deletes if no snapshot needs them: hidden ones, and packs that no
@@ -428,7 +482,7 @@ func (s *sweep) view(ctx context.Context) (v *view, err error) {
 			p.young = p.young || young
 		}
 	}
-	v.marker = newMarker(s.r, v.blobs, v.files)
+	v.marker = newMarker(s.r, s.listSnapshots, v.blobs, v.files)
 	if err := v.countUse(ctx); err != nil {
 		return v, err
 	}

@@ -175,15 +175,16 @@ func TestReadOnlyTargetKeepsBackups(t *testing.T) {
 	w := newWorld(t, "node-1")
 	s := newShelf(t, "x")
 	id := s.save(100, factsOf("b").Tags()...)
+	b := w.addTarget("default", s.url(), "x")
+	apitest.Edit(w.Server, b, func(b *api.BackupTarget) { b.Spec.ReadOnly = true })
+	w.sync("default")
+	w.awaitReason("default", api.ReasonAvailable, "")
 	w.hooks.set(func(_ context.Context, operation, name string) error {
 		if operation == "put" || operation == "delete" {
 			t.Errorf("%s of %s in a read-only target", operation, name)
 		}
 		return nil
 	})
-	b := w.addTarget("default", s.url(), "x")
-	apitest.Edit(w.Server, b, func(b *api.BackupTarget) { b.Spec.ReadOnly = true })
-	w.awaitReason("default", api.ReasonAvailable, "")
 	apitest.EditStatus(w.Server, b, func(b *api.BackupTarget) {
 		b.Status.SweepRequested = &metav1.Time{Time: w.clock.now().Add(-time.Hour)}
 	})

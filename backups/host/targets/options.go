@@ -29,6 +29,8 @@ type Options struct {
 	SweepDelay time.Duration
 	// SweepPoll is the interval of a sweep between two looks at the sessions that the sweep waits for; 5 s.
 	SweepPoll time.Duration
+	// RecordAge is how long a repository that had snapshots before Drover's first list waits for the first sweep; 10 min.
+	RecordAge time.Duration
 	// Memory of all works of the node; NewMemory(0).
 	Memory *Memory
 	// RecheckDelay is how long a look for damage waits for further nodes after a node healed blobs; 1 min.
@@ -84,6 +86,9 @@ func (o Options) withDefaults() Options {
 	}
 	if o.SweepDelay <= 0 {
 		o.SweepDelay = 30 * time.Second
+	}
+	if o.RecordAge <= 0 {
+		o.RecordAge = 10 * time.Minute
 	}
 	for _, d := range []*time.Duration{&o.Retry, &o.Confirm, &o.RecheckDelay} {
 		if *d <= 0 {

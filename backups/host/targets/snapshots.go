@@ -13,17 +13,17 @@ import (
 	"drover.io/drover/backups/tags"
 )
 
-// SnapshotsOf finds the snapshots whose tags name one of the objects.
+// SnapshotsOf finds the snapshots whose tags name one of the objects, also in a store whose lists are short.
 func SnapshotsOf(ctx context.Context, r *repo.Repository, objects ...api.UID) (found []repo.Snapshot, err error) {
 	if len(objects) == 0 {
 		return nil, nil
 	}
-	files, err := r.ListSnapshots(ctx)
+	list, err := r.ListRecorded(ctx)
 	if err != nil {
 		return nil, err
 	}
 	var mu sync.Mutex
-	err = r.LoadSnapshots(ctx, files, func(_ int, s repo.Snapshot, err error) error {
+	err = r.LoadSnapshots(ctx, list.All(), func(_ int, s repo.Snapshot, err error) error {
 		switch {
 		case repo.IsDamage(err): // deleted meanwhile, or the concern of verification
 			return nil

@@ -18,7 +18,6 @@ import (
 type sweepResult struct {
 	request metav1.Time // SweepRequested at the start
 	stats   repo.SweepStats
-	gone    []blob.ID      // unlisted snapshots, no longer in the store
 	usage   *api.UsageFact // nil: not known
 	err     error
 }
@@ -95,21 +94,12 @@ func (r *Repositories) withRepository(ctx context.Context, t *api.BackupTarget,
 	return do(opened)
 }
 
-// sweep deletes the packs that no backup needs. unlisted are snapshots of backups without a Backup: a list must have
-// each unlisted snapshot of the store.
-func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted []blob.ID, wait *sweepWait,
-	o Options) sweepResult {
+// sweep deletes the packs that no backup needs.
+func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, wait *sweepWait, o Options) sweepResult {
 	result := sweepResult{request: *t.Status.SweepRequested}
 	result.err = r.withRepository(ctx, t, func(opened *repo.Repository) error {
 		options := repo.SweepOptions{Poll: o.SweepPoll, Threshold: int(t.Spec.SweepThreshold), Waits: wait.note,
-			Writer: o.Memory.maintenanceWriter()}
-		files, err := opened.ListSnapshots(ctx)
-		if err != nil {
-			return err
-		}
-		if options.Known, result.gone, err = findUnlisted(ctx, opened, unlisted, files); err != nil {
-			return err
-		}
+			RecordAge: o.RecordAge, Writer: o.Memory.maintenanceWriter()}
 		backups, err := backupsOf(ctx, r.live, t.Name)
 		if err != nil {
 			return err
@@ -120,7 +110,7 @@ func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted 
 			}
 		}
 		// A store that lists nothing is believed only if no object contradicts.
-		options.Empty = len(backups) == 0 && len(files) == 0
+		options.Empty = len(backups) == 0
 		if result.stats, err = opened.Sweep(ctx, options); err != nil {
 			return err
 		}
@@ -130,28 +120,6 @@ func (r *Repositories) sweep(ctx context.Context, t *api.BackupTarget, unlisted 
 		return nil
 	})
 	return result
-}
-
-// findUnlisted asks the store by name for each snapshot that a list lacks: either others have deleted the snapshot, or
-// the list is wrong.
-func findUnlisted(ctx context.Context, r *repo.Repository, unlisted []blob.ID, files []repo.SnapshotFile) (
-	existing, gone []blob.ID, err error) {
-	listed := make(map[blob.ID]bool, len(files))
-	for _, f := range files {
-		listed[f.ID] = true
-	}
-	for _, id := range unlisted {
-		if !listed[id] {
-			if _, err := r.FindSnapshot(ctx, id); api.Is(err, api.NotFound) {
-				gone = append(gone, id)
-				continue
-			} else if err != nil {
-				return nil, nil, err
-			}
-		}
-		existing = append(existing, id)
-	}
-	return existing, gone, nil
 }
 
 // deletionResult is the outcome of a deletion: of the snapshots ids, and of all snapshots of Backup objects.

@@ -3,8 +3,6 @@ package targets
 import (
 	"context"
 	"log/slog"
-	"maps"
-	"slices"
 	"sync"
 	"time"
 
@@ -310,11 +308,11 @@ func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, r
 	}
 	if rec.sweep == nil {
 		if due := rec.nextSweep(t, r.opts.SweepDelay); isDue(due, now) {
-			target, unlisted := t.DeepCopy(), slices.Collect(maps.Keys(rec.unlisted))
+			target := t.DeepCopy()
 			wait := &sweepWait{now: r.opts.Now, wake: func() { r.jobs.wakeTarget(target.Name) }}
 			rec.sweepWait = wait
 			rec.sweep = startJob(ctx, r.jobs, t.Name, "sweep", func(ctx context.Context) sweepResult {
-				return r.repositories.sweep(ctx, target, unlisted, wait, r.opts)
+				return r.repositories.sweep(ctx, target, wait, r.opts)
 			})
 		} else {
 			next = earlier(next, due)

@@ -29,9 +29,6 @@ type targetRecord struct {
 	unfinished  bool                 // the last visit did not compare all backups
 	claimed     *api.TargetClaim     // of this process; the next visit may make the repository
 	memory      *visitMemory
-	// Snapshots of backups without an object at the end of a visit. A list without such a snapshot
-	// changes nothing: a deletion, or a sweep after a question to the store, removes the entry.
-	unlisted map[blob.ID]bool
 
 	deletion      *job[deletionResult]
 	deleteAgain   time.Time          // no deletion begins before
@@ -130,7 +127,7 @@ func (rec *targetRecord) nextSweep(t *api.BackupTarget, delay time.Duration) tim
 	if rec.requested.IsZero() && !left {
 		rec.requested = t.Status.SweepRequested.Time
 	}
-	if t.ExplainReadOnly() != "" || !t.Status.Available || rec.unlisted == nil { // nil: no visit of this process yet
+	if t.ExplainReadOnly() != "" || !t.Status.Available {
 		return time.Time{}
 	}
 	if left {
@@ -189,12 +186,6 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 	}
 	if v.listed {
 		applyTooMany(t, v)
-		if rec.unlisted == nil {
-			rec.unlisted = map[blob.ID]bool{}
-		}
-		for _, id := range v.unlistedIDs {
-			rec.unlisted[id] = true
-		}
 		synced := metav1.NewTime(v.listedAt)
 		st.LastSyncedAt = &synced
 	}
@@ -293,9 +284,6 @@ func (rec *targetRecord) applyDeletion(t *api.BackupTarget, backups []api.Stored
 	}
 	rec.deleteAgain, rec.deleteMessage = time.Time{}, ""
 	rec.kept, rec.keptUntil = d.kept, now.Add(keptTime)
-	for _, id := range d.ids { // a visit that failed may have made their objects
-		delete(rec.unlisted, id)
-	}
 	for _, b := range backups {
 		if _, before := rec.deleted[b.GetUID()]; !before && b.GetDeletionTimestamp() != nil && d.has(b) {
 			rec.deleted[b.GetUID()] = false
@@ -319,9 +307,6 @@ func (rec *targetRecord) requestSweep(t *api.BackupTarget, now time.Time) {
 // applySweep brings the result of a sweep into the status.
 func (rec *targetRecord) applySweep(t *api.BackupTarget, now time.Time) {
 	s, st := &rec.sweep.result, &t.Status
-	for _, id := range s.gone {
-		delete(rec.unlisted, id)
-	}
 	fact := &api.SweepFact{EndedAt: metav1.NewTime(now), FreedBytes: s.stats.FreedBytes}
 	rec.leftRequest, rec.leftAgain = metav1.Time{}, time.Time{}
 	switch {

@@ -11,7 +11,6 @@ import (
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/repo"
-	"drover.io/drover/backups/repo/blob"
 )
 
 // TestResultOfAnotherStoreIsDropped: a visit of the store that the target had before tells nothing about the target; a
@@ -51,8 +50,7 @@ func TestEndedJobsKeepTheirResults(t *testing.T) {
 	r := &targetReconciler{jobs: newJobSet(), opts: Options{Now: time.Now}}
 	visit, sweep := &job[visitResult]{ended: ended}, &job[sweepResult]{ended: ended}
 	verification := &job[verifyResult]{ended: ended}
-	rec := &targetRecord{visit: visit, sweep: sweep, verification: verification, memory: newVisitMemory(),
-		unlisted: map[blob.ID]bool{}}
+	rec := &targetRecord{visit: visit, sweep: sweep, verification: verification, memory: newVisitMemory()}
 	if _, err := r.startJobs(ctx, b, rec, nil, now); err != nil {
 		t.Fatal(err)
 	}
@@ -154,8 +152,7 @@ func TestLockOutlivesTheOtherOperation(t *testing.T) {
 }
 
 // TestSweepsAreDue: a sweep begins a while after the first of several requests, and later after a failure; without a
-// request, in a store that is read-only or unavailable, and before a visit knows the backups without an object, none
-// begins.
+// request, and in a store that is read-only or unavailable, none begins.
 func TestSweepsAreDue(t *testing.T) {
 	at := metav1.NewTime(time.Unix(1_700_000_000, 0))
 	b := &api.BackupTarget{Status: api.BackupTargetStatus{Available: true, SweepRequested: &at}}
@@ -166,8 +163,6 @@ func TestSweepsAreDue(t *testing.T) {
 			t.Errorf("%s: due %v, want %v", what, got, want)
 		}
 	}
-	expect("before the first visit of the process", time.Time{})
-	rec.unlisted = map[blob.ID]bool{}
 	expect("requested", at.Add(time.Minute))
 	later := metav1.NewTime(at.Add(50 * time.Second))
 	b.Status.SweepRequested = &later

@@ -6,8 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
-	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -55,18 +53,17 @@ type visitResult struct {
 	err     error
 
 	storeFacts
-	keyFiles    int              // 0: not known
-	keysErr     error            // why the key files do not follow the passwords; an earlier one opens the repository
-	locks       *api.LocksFact   // nil: not requested
-	keyFile     *api.KeyFileFact // nil: not requested
-	usage       *api.UsageFact   // nil: not measured
-	listed      bool             // the fields below are known
-	listedAt    time.Time
-	found       int       // Backups that the visit created
-	tooMany     int       // backups that get no Backup, because the target has too many
-	unlistedIDs []blob.ID // snapshots of backups without a Backup
-	lost        int       // Backups that the visit deleted
-	missingAt   time.Time // the first missing snapshot may be deleted from then on; zero: none is missing
+	keyFiles  int              // 0: not known
+	keysErr   error            // why the key files do not follow the passwords; an earlier one opens the repository
+	locks     *api.LocksFact   // nil: not requested
+	keyFile   *api.KeyFileFact // nil: not requested
+	usage     *api.UsageFact   // nil: not measured
+	listed    bool             // the fields below are known
+	listedAt  time.Time
+	found     int       // Backups that the visit created
+	tooMany   int       // backups that get no Backup, because the target has too many
+	lost      int       // Backups that the visit deleted
+	missingAt time.Time // the first missing snapshot may be deleted from then on; zero: none is missing
 }
 
 func (v *visit) run(ctx context.Context) visitResult {
@@ -105,7 +102,7 @@ func (v *visit) visitStore(ctx context.Context, result *visitResult) (err error)
 		result.keyFiles = v.memory.count
 	}
 	v.followRequests(ctx, r, c.passwords, result)
-	if err := v.compareBackups(ctx, repositorySnapshots{r}, result); err != nil {
+	if err := v.compareBackups(ctx, repositorySnapshots{r, v}, result); err != nil {
 		return err
 	}
 	v.measure(ctx, r, result)
@@ -185,7 +182,29 @@ type snapshotLister interface {
 }
 
 // repositorySnapshots is the snapshotLister of a repository.
-type repositorySnapshots struct{ *repo.Repository }
+type repositorySnapshots struct {
+	*repo.Repository
+	visit *visit
+}
+
+// ListSnapshots implements snapshotLister. A list that lacks a snapshot of the repository's record is a fault. In a
+// read-only target, which no sweep follows, the list is not compared.
+func (r repositorySnapshots) ListSnapshots(ctx context.Context) ([]repo.SnapshotFile, error) {
+	if r.visit.target.Spec.ReadOnly {
+		return r.Repository.ListSnapshots(ctx)
+	}
+	list, err := r.ListRecorded(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := list.Save(ctx); err != nil { // concerns sweeps alone, which write the record, too
+		r.visit.log.Warn("the snapshot record of a backup target is not written", "target", r.visit.target.Name, "err", err)
+	}
+	if err := list.Check(); err != nil {
+		return nil, faultf(api.ReasonListIncomplete, "%w", err)
+	}
+	return list.Files, nil
+}
 
 // Has implements snapshotLister.
 func (r repositorySnapshots) Has(ctx context.Context, b api.StoredBackup) (bool, error) {
@@ -256,7 +275,7 @@ func (v *visit) compareBackups(ctx context.Context, r snapshotLister, result *vi
 	if err := v.pull(ctx, r, files, known, result); err != nil {
 		return err
 	}
-	result.listed, result.unlistedIDs = true, slices.Collect(maps.Keys(v.memory.unlisted))
+	result.listed = true
 	return nil
 }
 

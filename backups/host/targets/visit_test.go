@@ -197,7 +197,15 @@ func TestEmptyListDeletesNothing(t *testing.T) {
 	a, b := s.save(100, factsOf("a").Tags()...), s.save(100, factsOf("b").Tags()...)
 	w.addTarget("default", s.url(), "x")
 	w.awaitReason("default", api.ReasonAvailable, "")
-	w.hooks.hide("snapshots/"+a.String(), "snapshots/"+b.String())
+	aside := filepath.Join(t.TempDir(), "aside")
+	must(t, os.Mkdir(aside, 0o700))
+	move := func(from, to string) {
+		for _, id := range []blob.ID{a, b} {
+			must(t, os.Rename(filepath.Join(from, id.String()), filepath.Join(to, id.String())))
+		}
+	}
+	snapshots := filepath.Join(s.dir, "snapshots")
+	move(snapshots, aside)
 	for range 3 {
 		w.clock.advance(time.Hour)
 		w.sync("default")
@@ -206,7 +214,7 @@ func TestEmptyListDeletesNothing(t *testing.T) {
 	if n := len(w.backups()); n != 2 {
 		t.Errorf("%d Backups are left", n)
 	}
-	w.hooks.hide()
+	move(aside, snapshots)
 	w.sync("default")
 	w.awaitReason("default", api.ReasonAvailable, "")
 }
@@ -263,18 +271,23 @@ func TestShortListsLoseNothing(t *testing.T) {
 	image := tags.Facts{Backup: "golden", Image: "golden", ImageDigest: strings.Repeat("a", 64), Object: uid(1),
 		VolumeSize: 10 << 20}
 	hidden := []blob.ID{s.save(1<<20, factsOf("hidden").Tags()...), s.save(1<<20, image.Tags()...)}
+	hidden = append(hidden, s.save(1<<20, "of restic"))
 	s.save(1<<20, factsOf("listed").Tags()...)
 	s.save(1<<20, factsOf("unwanted").Tags()...)
 	w.addTarget("default", s.url(), "x")
 	w.awaitReason("default", api.ReasonAvailable, "")
 	before := s.bytes()
-	w.hooks.hide("snapshots/"+hidden[0].String(), "snapshots/"+hidden[1].String())
+	var names []string
+	for _, id := range hidden {
+		names = append(names, "snapshots/"+id.String())
+	}
+	w.hooks.hide(names...)
 	w.sync("default")
 	w.Delete(w.backups()["unwanted"])
 	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("unwanted")}, &api.BackupList{})
 	for range 3 {
 		w.clock.advance(time.Hour)
-		w.syncTo("default", api.ReasonListIncomplete, "2 backups that its lists lack")
+		w.syncTo("default", api.ReasonListIncomplete, "3 snapshots that its lists lack")
 	}
 	var images api.BackupBackingImageList
 	must(t, w.Client.List(w.Ctx, &images))
@@ -324,8 +337,11 @@ func TestLostBackupStaysWhileTheStoreDoesNotAnswer(t *testing.T) {
 		t.Errorf("Backups %s are left", w.listed())
 	}
 	w.hooks.set(nil)
-	w.sync("default")
-	w.awaitReason("default", api.ReasonAvailable, "")
+	for range 2 { // lists
+		w.clock.advance(time.Hour)
+		w.sync("default")
+		w.awaitReason("default", api.ReasonAvailable, "")
+	}
 	if w.listed() != "other" {
 		t.Errorf("Backups %s after the answer", w.listed())
 	}
