@@ -3,8 +3,10 @@ package mover
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -33,6 +35,7 @@ type node struct {
 	mu     sync.Mutex
 
 	faltering bool // the store, in this round
+	short     bool // the lists of the store, in this round
 }
 
 var errKilled = errors.New("the process was killed")
@@ -80,6 +83,16 @@ func (n *node) falter(nth int64) {
 	}
 }
 
+// shorten has the lists lack some of the snapshots for a round, to all processes of the node.
+func (n *node) shorten(random *rand.Rand) {
+	n.short = true
+	seed := byte(random.IntN(256))
+	n.store.hides = func(name string) bool {
+		id, err := blob.Parse(filepath.Base(name))
+		return err == nil && filepath.Dir(name) == "snapshots" && (id[0]^seed)%3 == 0
+	}
+}
+
 // bury removes the locks of a killed process, or of sessions that could not delete theirs, as the store's clock does in
 // 30 minutes.
 func (n *node) bury() {
@@ -95,6 +108,7 @@ type model struct {
 	*world
 	mu      sync.Mutex
 	backups map[blob.ID]modelBackup
+	foreign []string // snapshots of restic
 }
 
 type modelBackup struct {
@@ -125,6 +139,12 @@ func (m *model) pick(random *rand.Rand, volume string) *blob.ID {
 	return &ids[random.IntN(len(ids))]
 }
 
+// lacks reports whether the folder has no snapshot of an id.
+func (m *model) lacks(id blob.ID) bool {
+	_, err := os.Stat(filepath.Join(m.folder, "snapshots", id.String()))
+	return os.IsNotExist(err)
+}
+
 // mostBackups bounds the backups of the model: each round compares all of them.
 const mostBackups = 16
 
@@ -143,13 +163,19 @@ func (m *model) step(random *rand.Rand, n *node) error {
 		err := n.r.DeleteSnapshots(m.Context(), *id)
 		m.mu.Lock()
 		defer m.mu.Unlock()
-		if _, statErr := os.Stat(filepath.Join(m.folder, "snapshots", id.String())); os.IsNotExist(statErr) {
+		if m.lacks(*id) {
 			delete(m.backups, *id)
 		}
 		return err
 	case 2, 3:
-		_, err := n.r.Sweep(m.Context(), repo.SweepOptions{Poll: 5 * time.Millisecond, Empty: true,
+		m.mu.Lock()
+		known := slices.Collect(maps.Keys(m.backups))
+		m.mu.Unlock()
+		_, err := n.r.Sweep(m.Context(), repo.SweepOptions{Poll: 5 * time.Millisecond, Empty: true, Known: known,
 			Threshold: 50 + random.IntN(50), Writer: repo.WriterOptions{PackSize: 5 << 20, Memory: 1}})
+		if api.Is(err, api.Unavailable) && slices.ContainsFunc(known, m.lacks) { // another node deleted the backup
+			return nil
+		}
 		return err
 	case 4, 5:
 		return m.restore(random, n)
@@ -231,9 +257,27 @@ func (m *model) backup(random *rand.Rand, n *node) error {
 	return err
 }
 
+// backupByRestic makes a backup of restic, of which Drover has no object, and deletes an old one. A visit with whole
+// lists follows.
+func (m *model) backupByRestic(random *rand.Rand) {
+	m.Helper()
+	path := filepath.Join(m.TempDir(), "file")
+	must(m, os.WriteFile(path, randomBytes(random.Uint64(), 1<<20), 0o600))
+	m.restic("backup", "--quiet", path)
+	var listed []struct{ ID string }
+	must(m, json.Unmarshal([]byte(m.restic("snapshots", "--json", "--latest", "1", "--path", path)), &listed))
+	if m.foreign = append(m.foreign, listed[0].ID); len(m.foreign) > 4 {
+		m.restic("forget", m.foreign[0])
+		m.foreign = m.foreign[1:]
+	}
+	list, err := m.r.ListRecorded(m.Context())
+	must(m, err)
+	must(m, list.Save(m.Context()))
+}
+
 // TestNoBackupIsLost: in each round three nodes make and delete backups and sweep at the same time, while restic may
-// prune. The test kills nodes at random places, and makes their stores fail. Between rounds restic may forget a backup
-// and prune. After each round `restic check` finds no error, and the test restores all backups of the model.
+// prune. The test kills nodes at random places, makes their stores fail, and lets the stores' lists lack snapshots.
+// Between rounds restic may make a backup, and forget a backup and prune. After each round `restic check` finds no error, and the test restores all backups of the model.
 func TestNoBackupIsLost(t *testing.T) {
 	suite.System(t)
 	rounds := suite.Count(t, "DROVER_ROUNDS", 12, 1000)
@@ -273,6 +317,9 @@ func (m *model) round(random *rand.Rand, nodes []*node) {
 		if own.IntN(4) == 0 {
 			n.falter(20 + own.Int64N(100))
 		}
+		if own.IntN(4) == 0 {
+			n.shorten(own)
+		}
 		before := n.store.before
 		if kill {
 			var count atomic.Int64
@@ -287,7 +334,7 @@ func (m *model) round(random *rand.Rand, nodes []*node) {
 			for range 1 + own.IntN(3) {
 				err := m.step(own, n)
 				if err != nil && !n.killed.Load() && !api.Is(err, api.Busy) && !api.Is(err, api.NotFound) &&
-					!(n.faltering && api.Is(err, api.Unavailable)) {
+					!((n.faltering || n.short) && api.Is(err, api.Unavailable)) {
 					m.Errorf("%s: %v", n.volume, err)
 				}
 				if n.faltering {
@@ -304,19 +351,31 @@ func (m *model) round(random *rand.Rand, nodes []*node) {
 				n.bury()
 				n.start()
 			}
+			if n.short && own.IntN(2) == 0 {
+				n.start() // a new process, with the same lists
+			}
 		})
 	}
 	if random.IntN(6) == 0 {
 		group.Go(func() { m.prune(true) })
 	}
 	group.Wait()
+	for _, n := range nodes {
+		if n.short && random.IntN(2) == 0 {
+			n.short, n.store.hides = false, nil
+		}
+	}
 	if cut.Load() && m.hasErrors() {
+		nodes[0].short, nodes[0].store.hides = false, nil
 		// A session that was cut just after its snapshot needs a hidden pack, which the next sweep returns.
 		m.Log("a sweep returns packs")
 		_, err := nodes[0].r.Sweep(m.Context(), repo.SweepOptions{Poll: time.Millisecond, Empty: true})
 		must(m, err)
 	}
 	m.compareAll()
+	if random.IntN(3) == 0 {
+		m.backupByRestic(random)
+	}
 	if random.IntN(4) == 0 {
 		if id := m.pick(random, ""); id != nil {
 			m.restic("forget", id.String())

@@ -172,7 +172,8 @@ type hookedStore struct {
 	mu     sync.Mutex
 	before func(operation, name string) error
 	after  func() error
-	counts map[string]int // of operations, by folder
+	hides  func(name string) bool // objects that lists lack; nil: none
+	counts map[string]int         // of operations, by folder
 }
 
 func (s *hookedStore) begin(operation, name string) error {
@@ -221,7 +222,18 @@ func (s *hookedStore) List(ctx context.Context, prefix string, each func(target.
 	if err := s.begin("list", prefix); err != nil {
 		return err
 	}
-	return s.Store.List(ctx, prefix, each)
+	s.mu.Lock()
+	hides := s.hides
+	s.mu.Unlock()
+	if hides == nil {
+		return s.Store.List(ctx, prefix, each)
+	}
+	return s.Store.List(ctx, prefix, func(o target.Object) error {
+		if hides(o.Name) {
+			return nil
+		}
+		return each(o)
+	})
 }
 
 func (s *hookedStore) Delete(ctx context.Context, names ...string) error {
