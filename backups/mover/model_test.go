@@ -83,13 +83,15 @@ func (n *node) falter(nth int64) {
 	}
 }
 
-// shorten has the lists lack some of the snapshots for a round, to all processes of the node.
-func (n *node) shorten(random *rand.Rand) {
+// shorten has the lists lack some of the snapshots for some rounds, to all processes of the node: those of restic alone,
+// or of all.
+func (n *node) shorten(random *rand.Rand, foreign []string) {
 	n.short = true
-	seed := byte(random.IntN(256))
+	seed, all := byte(random.IntN(256)), random.IntN(3) == 0
 	n.store.hides = func(name string) bool {
-		id, err := blob.Parse(filepath.Base(name))
-		return err == nil && filepath.Dir(name) == "snapshots" && (id[0]^seed)%3 == 0
+		folder, name := filepath.Split(name)
+		id, err := blob.Parse(name)
+		return err == nil && folder == "snapshots/" && (all || slices.Contains(foreign, name)) && (id[0]^seed)%2 == 0
 	}
 }
 
@@ -317,8 +319,8 @@ func (m *model) round(random *rand.Rand, nodes []*node) {
 		if own.IntN(4) == 0 {
 			n.falter(20 + own.Int64N(100))
 		}
-		if own.IntN(4) == 0 {
-			n.shorten(own)
+		if own.IntN(2) == 0 {
+			n.shorten(own, slices.Clone(m.foreign))
 		}
 		before := n.store.before
 		if kill {

@@ -8,11 +8,12 @@
 //	index/<sha256>         which blob lies where (package index)
 //	snapshots/<sha256>     a backup: its time, tags and tree (package tree)
 //	locks/<sha256>         a session that uses the repository
+//	drover-snapshots       the names of the snapshots in earlier lists (snapshot_record.go); only Drover's
 //
 // Invariants:
 //
-//   - No object is overwritten: the name is the SHA-256 of the bytes, and a reader compares. Only config has a fixed
-//     name.
+//   - No object is overwritten: the name is the SHA-256 of the bytes, and a reader compares. Only config and the
+//     snapshot record have fixed names, and only the record is overwritten.
 //   - All objects of a store are hostile: sizes are bounded before a read, lengths before an allocation.
 //   - A pack is durable before an index file names the pack. Flush returns nil only after both. After a kill, packs
 //     without an index file are garbage, which restic tolerates.
@@ -25,7 +26,7 @@
 //   - The local cache decides nothing: lists of objects come from the store, and bytes of the cache count only if they
 //     match the name or the id. A cache may hide damage of the store, so verification must not use the cache.
 //   - A sweep deletes a pack only if no snapshot needs the pack, and after the end of all sessions that may rely on the
-//     pack (sweep.go).
+//     pack (sweep.go). A snapshot that a list had exists until the store denies the snapshot by name.
 //   - No error has a password.
 //
 // Goroutines: a Lock has one, which refreshes the lock; a Writer has the uploaders and one for index files; Close waits

@@ -21,8 +21,8 @@ import (
 // so the record holds when a list of the store is short, after a restart, and for other nodes and clusters. A snapshot
 // of the record that a list lacks was deleted only if the store, asked for this snapshot, does not have it.
 //
-// Two sessions that write the record at once may lose the names that only one of their lists had. The next list has
-// these names, unless it is short, too.
+// The record cannot tell of a snapshot that no list had. Two sessions that write the record at once may lose the names
+// that the list of only one had. The next list has these names, unless it is short, too.
 
 // recordName is the name of the record, which other programs ignore.
 const recordName = "drover-snapshots"
@@ -89,8 +89,8 @@ func (l *SnapshotList) Check() error {
 	if len(l.Unlisted) == 0 {
 		return nil
 	}
-	return api.Errorf(api.Unavailable, "the store has %s that its lists lack, such as %s; repair the lists of the folder or "+
-		"bucket, or delete what they lack", api.CountText(len(l.Unlisted), "snapshot"), l.Unlisted[0].file.Name)
+	return api.Errorf(api.Unavailable, "the store has %s that its lists lack, such as %s; repair the lists of the folder "+
+		"or bucket, or delete these snapshots", api.CountText(len(l.Unlisted), "snapshot"), l.Unlisted[0].file.Name)
 }
 
 // Save writes the record, unless it has the names of the list.

@@ -322,6 +322,7 @@ func TestLostBackupStaysWhileTheStoreDoesNotAnswer(t *testing.T) {
 	w.awaitReason("default", api.ReasonAvailable, "")
 	name := "snapshots/" + lost.String()
 	must(t, os.Remove(filepath.Join(s.dir, name)))
+	must(t, os.Remove(filepath.Join(s.dir, "drover-snapshots"))) // the record would ask earlier
 	w.hooks.set(func(_ context.Context, operation, of string) error {
 		if operation == "stat" && of == name {
 			return api.Errorf(api.Unavailable, "the store sleeps")
