@@ -71,7 +71,8 @@ func openNamed(ctx context.Context, fsys file.FS, root, name string) (*Store, er
 	if err := s.checkRoot(); err != nil {
 		return nil, err
 	}
-	if err := s.removeAbandoned(ctx); err != nil {
+	err := s.removeAbandoned(ctx)
+	if kind := kindOf(err); err != nil && kind != api.Denied && kind != api.Full { // else the store can still be read
 		return nil, s.failed("remove abandoned files in "+tmpDir, err)
 	}
 	return s, nil
@@ -239,9 +240,7 @@ func (s *Store) removeAbandoned(ctx context.Context) error {
 		return err
 	}
 	tmp, err := s.writeTemporary(ctx, nil)
-	if errors.Is(err, unix.EROFS) {
-		return nil
-	} else if err != nil {
+	if err != nil {
 		return err
 	}
 	now, err := os.Lstat(tmp)

@@ -8,8 +8,12 @@ import (
 	"path/filepath"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
+	"drover.io/drover/api"
 	"drover.io/drover/backups/target/targettest"
 	"drover.io/drover/block"
+	"drover.io/drover/block/file"
 	"drover.io/drover/block/file/lossy"
 	"drover.io/drover/block/suite"
 )
@@ -147,5 +151,43 @@ func TestOldTemporaryFilesAreRemoved(t *testing.T) {
 	}
 	if entries, err := os.ReadDir(filepath.Join(root, tmpDir)); err != nil || len(entries) != 1 {
 		t.Errorf("temporary files: %v, %v; want the young one alone", entries, err)
+	}
+}
+
+// refusingFS is a file system in which nothing can be made or removed.
+type refusingFS struct {
+	file.FS
+	errno unix.Errno
+}
+
+func (f refusingFS) Open(name string, flag int, perm os.FileMode) (file.Handle, error) {
+	if flag&os.O_CREATE != 0 {
+		return nil, &os.PathError{Op: "open", Path: name, Err: f.errno}
+	}
+	return f.FS.Open(name, flag, perm)
+}
+
+func (f refusingFS) Remove(name string) error {
+	return &os.PathError{Op: "remove", Path: name, Err: f.errno}
+}
+
+// TestFolderThatCannotBeWrittenIsOpened: a folder with temporary files of a process that died is opened and read,
+// although the file system refuses writes and removals, or has no room. A folder that does not answer is not.
+func TestFolderThatCannotBeWrittenIsOpened(t *testing.T) {
+	root := t.TempDir()
+	must(t, openStore(t, root).Put(t.Context(), "data/a", []byte("a")))
+	must(t, os.WriteFile(filepath.Join(root, tmpDir, "old"), []byte("torn"), 0o600))
+	for _, errno := range []unix.Errno{unix.EROFS, unix.EACCES, unix.EPERM, unix.ENOSPC, unix.EDQUOT} {
+		s, err := openOn(t.Context(), refusingFS{file.OS, errno}, root)
+		if err != nil {
+			t.Errorf("%v: %v", errno, err)
+			continue
+		}
+		if got, err := s.Get(t.Context(), "data/a", 0, -1); err != nil || string(got) != "a" {
+			t.Errorf("%v: %q, %v", errno, got, err)
+		}
+	}
+	if _, err := openOn(t.Context(), refusingFS{file.OS, unix.ESTALE}, root); !api.Is(err, api.Unavailable) {
+		t.Errorf("a folder that does not answer: %v", err)
 	}
 }
