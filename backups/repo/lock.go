@@ -65,6 +65,7 @@ type Lock struct {
 	session   context.Context
 	end       context.CancelCauseFunc
 	refresher sync.WaitGroup
+	unlocked  bool      // the store takes no lock
 	refreshed time.Time // when current was written, by this machine; the refresher's
 	record    *lockRecord
 
@@ -82,14 +83,45 @@ func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
 
 // LockSnapshot is Lock in the mode Shared, for a session that reads the blobs of one snapshot alone, by Blobs.Read or
 // ReadMany, as a restore does. RestoredByOthers tells other owners. No sweep waits for the session while the snapshot
-// exists. The locks of an earlier restore that was left are deleted.
+// exists. The locks of an earlier restore that was left are deleted. A store that refuses writes, or has no room, takes no
+// lock: then the session has none, and a restore fails if others delete the snapshot meanwhile.
 func (r *Repository) LockSnapshot(ctx context.Context, id blob.ID) (*Lock, error) {
 	l, err := r.lock(ctx, Shared, id.String())
-	if err != nil {
+	if api.Is(err, api.Denied) || api.Is(err, api.Full) {
+		return r.beginUnlocked(ctx)
+	} else if err != nil {
 		return nil, err
 	}
 	_, _ = r.releaseRecords(ctx, l.restore) // after an error the locks stay until they are stale
 	return l, nil
+}
+
+// beginUnlocked begins a session without a lock. Others do not know of the session.
+func (r *Repository) beginUnlocked(ctx context.Context) (*Lock, error) {
+	l := &Lock{r: r, mode: Shared, unlocked: true, id: rand.Text(), began: time.Now()}
+	if err := l.Confirm(ctx); err != nil {
+		return nil, err
+	}
+	l.session, l.end = context.WithCancelCause(ctx)
+	return l, nil
+}
+
+// checkExclusive returns an error if another session holds the repository exclusively. Without an object of its own,
+// the session knows only the clock of this machine, so a lock is stale after twice the time. No lock is deleted.
+func (r *Repository) checkExclusive(ctx context.Context) error {
+	locks, err := listFolder(ctx, r.store, locksFolder)
+	if err != nil {
+		return err
+	}
+	for _, f := range locks {
+		if !f.Modified.IsZero() && time.Since(f.Modified) > 2*lockStale {
+			continue
+		}
+		if err := r.checkLock(ctx, f, target.Object{}, Shared); err != nil && !api.Is(err, api.NotFound) {
+			return err
+		}
+	}
+	return nil
 }
 
 func (r *Repository) lock(ctx context.Context, mode LockMode, restore string) (*Lock, error) {
@@ -150,6 +182,9 @@ func (l *Lock) Leave() error {
 func (l *Lock) Close(ctx context.Context) error {
 	l.end(api.Errorf(api.Unavailable, "repository %.8s: the session was closed", l.r.ID()))
 	l.refresher.Wait()
+	if l.unlocked {
+		return nil
+	}
 	l.mu.Lock()
 	names := append(l.left, locksFolder+l.current.String())
 	l.mu.Unlock()
@@ -165,8 +200,15 @@ func (l *Lock) Close(ctx context.Context) error {
 }
 
 // Confirm returns nil if the lock exists: so far, no other session has taken this one for dead. After a pause of the
-// machine, or a step of the store's clock, Confirm finds a loss that Context does not know of yet.
+// machine, or a step of the store's clock, Confirm finds a loss that Context does not know of yet. A session without a
+// lock is confirmed if the store has the repository, and no other session holds the repository exclusively.
 func (l *Lock) Confirm(ctx context.Context) error {
+	if l.unlocked {
+		if err := l.r.CheckStore(ctx); err != nil {
+			return err
+		}
+		return l.r.checkExclusive(ctx)
+	}
 	_, err := l.own(ctx)
 	return err
 }

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo/blob"
 )
 
 // TestLocksExclude: shared locks go along with each other; an exclusive one excludes every other, and the message names
@@ -234,6 +235,50 @@ func TestLockWithoutPermissionToDelete(t *testing.T) {
 		must(t, err)
 		must(t, l.Close(t.Context()))
 	})
+}
+
+// TestSnapshotIsReadWithoutALockWhereWritesAreRefused: a store that refuses writes, or has no room, takes no lock, and a
+// session still reads a snapshot: it ends with Close, respects exclusive locks at its begin and later. Sessions that write, and those in a store that does not answer, need the lock.
+func TestSnapshotIsReadWithoutALockWhereWritesAreRefused(t *testing.T) {
+	for _, kind := range []api.Kind{api.Denied, api.Full} {
+		inBubble(t, func(t *testing.T, store *memoryStore, r *Repository) {
+			refuse := func(kind api.Kind) {
+				store.before = func(operation, _ string) error {
+					if operation == "put" || operation == "delete" {
+						return api.Errorf(kind, "the store is not writable")
+					}
+					return nil
+				}
+			}
+			refuse(kind)
+			if _, err := r.Lock(t.Context(), Shared); !api.Is(err, kind) {
+				t.Errorf("a session that writes: %v, want kind %v", err, kind)
+			}
+			l, err := r.LockSnapshot(t.Context(), blob.ID{})
+			must(t, err)
+			must(t, l.Confirm(t.Context()))
+			<-time.After(2 * lockStale)
+			must(t, l.Session())
+			store.before = nil
+			_, err = r.Lock(t.Context(), Exclusive)
+			must(t, err)
+			refuse(kind)
+			if err := l.Confirm(t.Context()); !IsLocked(err) {
+				t.Errorf("beside an exclusive lock: %v", err)
+			}
+			must(t, l.Close(t.Context()))
+			if l.Context().Err() == nil {
+				t.Error("the session's context does not end with Close")
+			}
+			if _, err := r.LockSnapshot(t.Context(), blob.ID{}); !IsLocked(err) {
+				t.Errorf("a new session beside an exclusive lock: %v", err)
+			}
+			refuse(api.Unavailable)
+			if _, err := r.LockSnapshot(t.Context(), blob.ID{}); !api.Is(err, api.Unavailable) {
+				t.Errorf("a store that does not answer: %v", err)
+			}
+		})
+	}
 }
 
 // TestUnreadableLockIsRespected: a damaged lock may be exclusive, so no session locks.
