@@ -170,6 +170,17 @@ const (
 	ReasonSwept             = "Swept"
 )
 
+// ConditionWriteFailed is True on a BackupTarget whose store failed the last write of a backup or copy, and answers
+// reads. The next backup or copy that is complete ends the condition.
+const ConditionWriteFailed = "WriteFailed"
+
+// Reasons of ConditionWriteFailed, besides ReasonDenied and ReasonNoRoom.
+const (
+	ReasonReadOnlyStore = "ReadOnlyFileSystem"
+	ReasonWriteFailed   = "Failed"
+	ReasonWritten       = "Written"
+)
+
 // ConditionLocked is True on a BackupTarget while the lock of another session, program or cluster delays a sweep or a
 // deletion; the message names the holder.
 const ConditionLocked = "Locked"

@@ -28,7 +28,7 @@ type attempt struct {
 }
 
 // run is the workFunc.
-func (a *attempt) run(ctx context.Context, w *work) error {
+func (a *attempt) run(ctx context.Context, w *work) (err error) {
 	opened, err := a.repositories.OpenToWrite(ctx, a.b.Target())
 	if api.Is(err, api.NotFound) { // a target of the name may come again
 		err = api.Errorf(api.Unavailable, "%w", err)
@@ -37,6 +37,7 @@ func (a *attempt) run(ctx context.Context, w *work) error {
 		return err
 	}
 	defer opened.Close()
+	defer func() { opened.ReportWrite(ctx, err) }()
 	w.made.target = opened.Target.Spec.BackupTargetURL
 	if w.begun {
 		w.setPhase("looks for the snapshot of an earlier attempt in the backup target")

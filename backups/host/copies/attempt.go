@@ -41,7 +41,7 @@ func (a *attempt) run(ctx context.Context) (o outcome) {
 	return o
 }
 
-func (a *attempt) copy(ctx context.Context, o *outcome) error {
+func (a *attempt) copy(ctx context.Context, o *outcome) (err error) {
 	opened, err := a.openTarget(ctx, a.b)
 	if api.Is(err, api.NotFound) { // a target of the name may come again
 		err = api.Errorf(api.Unavailable, "%w", err)
@@ -50,6 +50,7 @@ func (a *attempt) copy(ctx context.Context, o *outcome) error {
 		return err
 	}
 	defer opened.Close()
+	defer func() { opened.ReportWrite(ctx, err) }()
 	o.url = opened.Target.Spec.BackupTargetURL
 	if a.begun {
 		adopted, err := targets.AdoptSnapshot(ctx, opened.Repository, api.UID(a.b.GetUID()), a.confirmOwner,

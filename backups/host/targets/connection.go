@@ -18,7 +18,7 @@ import (
 
 // connection is an open store with the password of its repository.
 type connection struct {
-	store     *limited.Store
+	store     writeStore
 	passwords repo.Passwords
 	encrypted bool // the password is the user's, not the published one
 	options   repo.Options
@@ -37,7 +37,7 @@ func (r *Repositories) connect(ctx context.Context, t *api.BackupTarget, secret 
 		return nil, storeFault(ctx, err)
 	}
 	old, recovery := address.OtherPasswords(secret.Data)
-	return &connection{store: limited.New(store, r.ratesOf(t)),
+	return &connection{store: writeStore{limited.New(store, r.ratesOf(t)), t.UID},
 		passwords: repo.Passwords{Current: password, Old: old, Recovery: recovery}, encrypted: own,
 		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node, Owner: string(t.UID), Reads: r.memory.Reads,
 			Urgent: r.memory.Readers, Moves: r.memory.Moves}, log: r.log}, nil

@@ -2,6 +2,7 @@ package targets
 
 import (
 	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"drover.io/drover/api"
@@ -10,6 +11,9 @@ import (
 var (
 	targetAvailable = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backup_target_available",
 		Help: "1 while a backup target can be used, by the node that looks after the target."}, []string{"target"})
+	writeFailed = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backup_target_write_failed",
+		Help: "1 while the last write of a backup or copy into a backup target failed, by the node that looks after the target."},
+		[]string{"target"})
 	sweptBytes = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "drover_backup_target_swept_bytes_total",
 		Help: "Bytes that sweeps of this node freed in the store of a backup target."}, []string{"target"})
 	verifiedBytes = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "drover_backup_target_verified_bytes_total",
@@ -29,8 +33,17 @@ var (
 )
 
 func init() {
-	metrics.Registry.MustRegister(targetAvailable, sweptBytes, verifiedBytes, damagedBlobs, damagedBackups, usedBytes,
+	metrics.Registry.MustRegister(targetAvailable, writeFailed, sweptBytes, verifiedBytes, damagedBlobs, damagedBackups, usedBytes,
 		uniqueBytes)
+}
+
+// setWriteFailed sets the gauge of ConditionWriteFailed.
+func setWriteFailed(t *api.BackupTarget) {
+	failed := 0.0
+	if meta.IsStatusConditionTrue(t.Status.Conditions, api.ConditionWriteFailed) {
+		failed = 1
+	}
+	writeFailed.WithLabelValues(t.Name).Set(failed)
 }
 
 // setUsage sets the gauges of a target's use.

@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/recorder"
 
 	"drover.io/drover/api"
 	"drover.io/drover/backups/longhorn"
@@ -23,7 +24,9 @@ import (
 // Repositories opens the repositories of BackupTargets. All callers of Open share the repository of a target while the
 // target's URL, Secret and repository stay the same.
 type Repositories struct {
+	client    client.Client
 	live      client.Reader // without a cache
+	events    recorder.EventRecorder
 	node      string
 	cache     string // folder
 	openStore func(ctx context.Context, url string, secret map[string][]byte) (target.Store, error)
@@ -42,7 +45,9 @@ type Repositories struct {
 type Opened struct {
 	Repository *repo.Repository
 	Target     *api.BackupTarget
-	release    func()
+
+	repositories *Repositories
+	release      func()
 }
 
 // Close ends the use; further calls do nothing. The store of a changed or deleted target is closed after the last use.
@@ -94,7 +99,7 @@ func (r *Repositories) Open(ctx context.Context, name string) (*Opened, error) {
 		r.release(e)
 		return nil, openError(t, err)
 	}
-	return &Opened{Repository: e.repository, Target: t, release: sync.OnceFunc(func() { r.release(e) })}, nil
+	return &Opened{Repository: e.repository, Target: t, repositories: r, release: sync.OnceFunc(func() { r.release(e) })}, nil
 }
 
 // OpenToWrite is Open for new snapshots and deletions. A target that a person has to correct, and a target to which

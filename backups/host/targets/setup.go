@@ -34,12 +34,14 @@ func Setup(mgr ctrl.Manager, node string, o Options) (*Repositories, error) {
 
 func newReconciler(mgr ctrl.Manager, node string, o Options) *targetReconciler {
 	o = o.withDefaults()
-	repositories := &Repositories{live: mgr.GetAPIReader(), node: node, cache: o.Cache, openStore: o.OpenStore, log: o.Log,
+	events := mgr.GetEventRecorder("drover-node-backups")
+	repositories := &Repositories{client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, cache: o.Cache,
+		openStore: o.OpenStore, log: o.Log, events: events,
 		images: o.Images, entries: map[string]*repositoryEntry{}, rates: map[string]*limited.Rates{},
 		memory: o.Memory, blocks: longhorn.NewMemory(sharedBlocks)}
 	repositories.digests = repositories.openDigests()
 	return &targetReconciler{Client: mgr.GetClient(), live: mgr.GetAPIReader(), node: node, opts: o,
-		repositories: repositories, jobs: newJobSet(), events: mgr.GetEventRecorder("drover-node-backups"),
+		repositories: repositories, jobs: newJobSet(), events: events,
 		log: o.Log.With("loop", "backup-targets"), owner: ownerOf, records: map[string]*targetRecord{}}
 }
 

@@ -71,6 +71,7 @@ func (r *targetReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 		return ctrl.Result{}, err
 	}
 	if !again {
+		setWriteFailed(t)
 		due, err := r.startJobs(ctx, t, rec, backups, now)
 		if err != nil {
 			return ctrl.Result{}, err
@@ -127,6 +128,7 @@ func (r *targetReconciler) forgetTarget(name string, deleted bool) {
 	delete(r.records, name)
 	r.mu.Unlock()
 	targetAvailable.DeleteLabelValues(name)
+	writeFailed.DeleteLabelValues(name)
 	damagedBlobs.DeleteLabelValues(name)
 	damagedBackups.DeleteLabelValues(name)
 	usedBytes.DeleteLabelValues(name)

@@ -165,8 +165,9 @@ func (rec *targetRecord) applyVisit(t *api.BackupTarget, node string, now time.T
 	if v.reason != "" { // else the next visit answers
 		st.SyncedRequest = v.request
 	}
-	if t.ExplainReadOnly() != "" { // no sweep comes that could say so
+	if t.ExplainReadOnly() != "" { // no sweep and no backup comes that could say so
 		meta.RemoveStatusCondition(&st.Conditions, api.ConditionSweepFailed)
+		meta.RemoveStatusCondition(&st.Conditions, api.ConditionWriteFailed)
 		applyLock(t, api.ReasonSweepWaits, nil)
 	}
 	rec.missingAt, rec.unfinished = v.missingAt, !v.listed
@@ -280,6 +281,9 @@ func (rec *targetRecord) applyDeletion(t *api.BackupTarget, backups []api.Stored
 	applyLock(t, api.ReasonDeletionWaits, d.err)
 	if d.err != nil {
 		rec.deleteAgain, rec.deleteMessage = now.Add(retry), d.err.Error()
+		if isRefusedDeletion(d.err) {
+			applyRefusedDeletion(t, d.err)
+		}
 		return
 	}
 	rec.deleteAgain, rec.deleteMessage = time.Time{}, ""
@@ -342,12 +346,17 @@ func (rec *targetRecord) applySweep(t *api.BackupTarget, now time.Time) {
 	switch {
 	case s.err == nil:
 		api.SetCondition(&st.Conditions, t.Generation, api.ConditionSweepFailed, false, api.ReasonSwept, "")
-	case api.Is(s.err, api.Denied):
-		api.SetCondition(&st.Conditions, t.Generation, api.ConditionSweepFailed, true, api.ReasonSweepNotPermitted,
-			fact.Message+"; permit deletions, or set readOnly to true")
+	case isRefusedDeletion(s.err):
+		applyRefusedDeletion(t, s.err)
 	case !isPassing(s.err):
 		api.SetCondition(&st.Conditions, t.Generation, api.ConditionSweepFailed, true, api.ReasonSweepFailed, fact.Message)
 	}
+}
+
+// applyRefusedDeletion says that the store permits no deletion. The next sweep without an error ends the condition.
+func applyRefusedDeletion(t *api.BackupTarget, err error) {
+	api.SetCondition(&t.Status.Conditions, t.Generation, api.ConditionSweepFailed, true, api.ReasonSweepNotPermitted,
+		api.ClipMessage(err.Error())+"; permit deletions, or set readOnly to true")
 }
 
 // applyLock says whether the lock of another session delays a sweep or a deletion. An end of the one says nothing about
