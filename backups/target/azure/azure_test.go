@@ -67,8 +67,17 @@ func startAzurite(t *testing.T) string {
 // TestAzureKeepsTheContract: an Azure store passes the contract of stores, with a prefix in a container with other
 // objects.
 func TestAzureKeepsTheContract(t *testing.T) {
+	suite.Slow(t)
+	testContract(t, startServer(t))
+}
+
+// TestAzureKeepsTheContractWithAzurite: the same with the emulator of Microsoft.
+func TestAzureKeepsTheContractWithAzurite(t *testing.T) {
 	suite.Long(t) // installs Azurite
-	endpoint := startAzurite(t)
+	testContract(t, startAzurite(t))
+}
+
+func testContract(t *testing.T, endpoint string) {
 	n := 0
 	targettest.Run(t, func(t *testing.T) target.Store {
 		n++

@@ -163,7 +163,7 @@ func open(t *testing.T, cfg Config) *Store {
 
 // TestSFTPKeepsTheContract: an SFTP store passes the contract of stores.
 func TestSFTPKeepsTheContract(t *testing.T) {
-	suite.Long(t) // encryption on both sides
+	suite.Slow(t)
 	server := startServer(t, goServer)
 	targettest.Run(t, func(t *testing.T) target.Store { return open(t, server.login(t.TempDir())) })
 }

@@ -93,7 +93,6 @@ func newShare(t *testing.T, kind Kind, options string) Share {
 
 // TestShareKeepsTheContract: a store on a share passes the contract of stores.
 func TestShareKeepsTheContract(t *testing.T) {
-	suite.Long(t) // the memory of large objects; package folder runs the same in each run
 	targettest.Run(t, func(t *testing.T) target.Store { return newWorld(t, bind).open(t, newShare(t, NFS, "")) })
 }
 
