@@ -109,7 +109,7 @@ func (a *attempt) upload(ctx context.Context, w *work, opened *targets.Opened, o
 		return err
 	}
 	defer func() { err = errors.Join(err, src.Close()) }()
-	o, err := a.options(ctx, w, of, size, opened.Target.Spec.MaxUploadRate)
+	o, err := a.options(ctx, w, of, size)
 	if err != nil {
 		return err
 	}
@@ -133,8 +133,7 @@ func (a *attempt) upload(ctx context.Context, w *work, opened *targets.Opened, o
 }
 
 // options describe the backup. The facts are complete when the mover asks for the tags.
-func (a *attempt) options(ctx context.Context, w *work, of content, size, rate int64) (o mover.BackupOptions,
-	err error) {
+func (a *attempt) options(ctx context.Context, w *work, of content, size int64) (o mover.BackupOptions, err error) {
 	described, err := of.describe(ctx)
 	if err != nil {
 		return o, err
@@ -168,7 +167,7 @@ func (a *attempt) options(ctx context.Context, w *work, of content, size, rate i
 		FragmentSize: fragmentSize,
 		Progress:     &w.progress,
 	}
-	shareMemory(&o, a.repositories.Memory().Backups, a.places, rate)
+	shareMemory(&o, a.repositories.Memory().Backups, a.places)
 	o.Writer.Pacer = a.pacer
 	return o, nil
 }

@@ -79,10 +79,7 @@ func (o Options) NewPacer(c client.Reader) *pace.Pacer {
 	}, Rested: func(d time.Duration) { backupPauses.Add(d.Seconds()) }})
 }
 
-const (
-	mostWorkers  = 16
-	secondsAPack = 4 // a pack is sent at once, also below a limit of the upload rate
-)
+const mostWorkers = 16
 
 // ForTargets are the options of the work for BackupTargets.
 func (o Options) ForTargets() targets.Options {
@@ -93,13 +90,10 @@ func (o Options) ForTargets() targets.Options {
 	return o.Targets
 }
 
-// shareMemory gives a backup its share of the memory of all backups. rate is the limit of the upload rate; 0: none.
-func shareMemory(o *mover.BackupOptions, memory *budget.Part, places int, rate int64) {
+// shareMemory gives a backup its share of the memory of all backups.
+func shareMemory(o *mover.BackupOptions, memory *budget.Part, places int) {
 	o.Workers = min(2*runtime.GOMAXPROCS(0), mostWorkers)
-	largest := int64(repo.DefaultPackSize)
-	if rate > 0 {
-		largest = min(largest, rate*secondsAPack)
-	}
-	o.Writer = targets.WriterOf(memory, memory.Size()/int64(places), int64(o.Workers)*block.ChunkSize, largest)
+	o.Writer = targets.WriterOf(memory, memory.Size()/int64(places), int64(o.Workers)*block.ChunkSize,
+		repo.DefaultPackSize)
 	o.Writer.Budget = nil // the places bound the backups: one more place helps at once, not after the running backups
 }

@@ -35,6 +35,9 @@ type Options struct {
 	Reads *budget.Part
 	// Urgent replaces Reads in calls with UrgentContext, Moves in calls with MoveContext and sweeps.
 	Urgent, Moves *budget.Part
+	// LargestPack bounds, in bytes, a pack that a Writer begins, besides WriterOptions.PackSize. A single larger blob has
+	// room in a pack nevertheless. nil, or a result of 0: no bound.
+	LargestPack func() int64
 }
 
 // Repository is an open repository. Methods are safe for concurrent use.

@@ -32,7 +32,7 @@ const (
 
 // WriterOptions bound a Writer.
 type WriterOptions struct {
-	PackSize int          // bytes of a full pack; 0: DefaultPackSize
+	PackSize int          // most bytes of a pack; 0: DefaultPackSize
 	Memory   int64        // bytes of all packs that are filled or sent, at least three packs; 0: DefaultMemory
 	Pacer    *pace.Pacer  // of the node, for packs; nil: never waits
 	Budget   *budget.Part // has the packs until Close; nil: no bound
@@ -210,6 +210,18 @@ func (w *Writer) claim(ctx context.Context, h blobHandle) (known bool, err error
 // blobLimit is the longest blob that a pack of the Writer has room for, in bytes.
 func (w *Writer) blobLimit() int { return w.packSize - packHeader }
 
+// nextPackSize is the size of a new pack whose first blob has n stored bytes.
+func (w *Writer) nextPackSize(n int) int {
+	if w.r.options.LargestPack == nil {
+		return w.packSize
+	}
+	largest := w.r.options.LargestPack()
+	if largest <= 0 || largest >= int64(w.packSize) {
+		return w.packSize
+	}
+	return min(max(int(largest), n+packHeader), w.packSize)
+}
+
 // store seals a blob of at most blobLimit stored bytes into a pack.
 func (w *Writer) store(ctx context.Context, kind blob.Kind, id blob.ID, stored []byte, plainLength int,
 	size int64) error {
@@ -275,7 +287,9 @@ func (w *Writer) reserveNow(buffer *[]byte, kind blob.Kind, id blob.ID, n, plain
 			if *buffer == nil {
 				return nil, nil
 			}
-			p = &openPack{builder: pack.NewBuilder(w.r.key, *buffer), buffer: *buffer, done: make(chan struct{})}
+			size := w.nextPackSize(n)
+			p = &openPack{builder: pack.NewBuilder(w.r.key, (*buffer)[:size:size]), buffer: *buffer,
+				done: make(chan struct{})}
 			*buffer, w.open[kind] = nil, p
 			w.unfinished[p] = struct{}{}
 		}

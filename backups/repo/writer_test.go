@@ -321,3 +321,41 @@ func TestOnlyWorthwhileCompressionIsStored(t *testing.T) {
 		}
 	}
 }
+
+// TestPacksFollowTheirBound: each pack has at most the bytes that Options.LargestPack allows when the pack begins, and
+// those of the Writer's own bound. A blob that is larger than LargestPack allows has a pack of its own.
+func TestPacksFollowTheirBound(t *testing.T) {
+	store := newMemoryStore()
+	r := newRepository(t, store)
+	largest := int64(0)
+	r.options.LargestPack = func() int64 { return largest }
+	w := newWriter(t, loadIndex(t, r), WriterOptions{PackSize: 40_000, Memory: 400_000})
+	seen := map[string]bool{}
+	sizes := func() (most, count int) {
+		for _, name := range store.names(dataFolder) {
+			if !seen[name] {
+				seen[name], most, count = true, max(most, len(store.objects[name].body)), count+1
+			}
+		}
+		return most, count
+	}
+	random := rand.NewChaCha8([32]byte{1})
+	for _, c := range []struct{ largest, blob, most, least, packs int }{
+		{0, 3_000, 40_000, 30_000, 3}, {8_000, 3_000, 8_000, 6_000, 15}, {1 << 30, 3_000, 40_000, 30_000, 3},
+		{8_000, 30_000, 31_000, 30_000, 30},
+	} {
+		largest = int64(c.largest)
+		for range 30 {
+			body := make([]byte, c.blob)
+			_, _ = random.Read(body)
+			_, _, err := w.Add(t.Context(), blob.Data, body)
+			must(t, err)
+		}
+		must(t, w.Flush(t.Context()))
+		if most, count := sizes(); most > c.most || most < c.least || count != c.packs {
+			t.Errorf("at most %d bytes, blobs of %d: %d packs of up to %d bytes, want %d of %d to %d", c.largest, c.blob,
+				count, most, c.packs, c.least, c.most)
+		}
+	}
+	must(t, w.Close())
+}

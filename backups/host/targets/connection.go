@@ -37,10 +37,11 @@ func (r *Repositories) connect(ctx context.Context, t *api.BackupTarget, secret 
 		return nil, storeFault(ctx, err)
 	}
 	old, recovery := address.OtherPasswords(secret.Data)
-	return &connection{store: writeStore{limited.New(store, r.ratesOf(t)), t.UID},
+	rates := r.ratesOf(t)
+	return &connection{store: writeStore{limited.New(store, rates), t.UID},
 		passwords: repo.Passwords{Current: password, Old: old, Recovery: recovery}, encrypted: own,
 		options: repo.Options{Cache: r.cacheOf(t), Hostname: r.node, Owner: string(t.UID), Reads: r.memory.Reads,
-			Urgent: r.memory.Readers, Moves: r.memory.Moves}, log: r.log}, nil
+			Urgent: r.memory.Readers, Moves: r.memory.Moves, LargestPack: rates.LargestPut}, log: r.log}, nil
 }
 
 // ratesOf are the rates of a target, as its spec says now.

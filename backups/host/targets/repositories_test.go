@@ -2,6 +2,7 @@ package targets
 
 import (
 	"context"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -12,6 +13,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"drover.io/drover/api"
+	"drover.io/drover/backups/repo"
+	"drover.io/drover/backups/repo/blob"
+	"drover.io/drover/driver/kubeapi/apitest"
 )
 
 func (w *world) secret(name string) *corev1.Secret {
@@ -207,5 +211,40 @@ func TestLostRepositoryIsNotUsed(t *testing.T) {
 	again.Close()
 	if again.Repository != first.Repository {
 		t.Error("the repository was opened twice")
+	}
+}
+
+// TestPacksFollowTheUploadRate: each Writer of a target makes packs that the rate allows in 4 seconds.
+func TestPacksFollowTheUploadRate(t *testing.T) {
+	w := newWorld(t, "node-1")
+	s := newShelf(t, "x")
+	before := s.bytes()
+	w.addTarget("default", s.url(), "x")
+	w.awaitReason("default", api.ReasonAvailable, "")
+	apitest.Edit(w.Server, &api.BackupTarget{ObjectMeta: apitest.Named("default")}, func(b *api.BackupTarget) {
+		b.Spec.MaxUploadRate = 5 << 18 // 5 MiB in 4 seconds
+	})
+	rs := w.nodes["node-1"]
+	opened, err := rs.Open(w.Ctx, "default")
+	must(t, err)
+	defer opened.Close()
+	blobs, err := opened.Repository.LoadIndex(w.Ctx)
+	must(t, err)
+	defer func() { must(t, blobs.Close()) }()
+	o := rs.memory.maintenanceWriter()
+	writer, err := repo.NewWriter(w.Ctx, blobs, o)
+	must(t, err)
+	random := rand.NewChaCha8([32]byte{1})
+	for range 7 {
+		body := make([]byte, 1<<20)
+		_, _ = random.Read(body)
+		_, _, err := writer.Add(w.Ctx, blob.Data, body)
+		must(t, err)
+	}
+	must(t, writer.Flush(w.Ctx))
+	stats := writer.Stats()
+	must(t, writer.Close())
+	if o.PackSize <= 5<<20 || stats.Packs != 2 || s.bytes()-before < 7<<20 {
+		t.Errorf("packs of up to %d bytes: %+v, want 4 and 3 MiB", o.PackSize, stats)
 	}
 }

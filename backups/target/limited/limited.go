@@ -14,23 +14,43 @@ package limited
 import (
 	"context"
 	"io"
+	"math"
+	"sync/atomic"
 
 	"drover.io/drover/backups/target"
 	"drover.io/drover/block"
 )
 
 // Rates are the throttles of all sessions that use a store. The zero value has no bounds.
-type Rates struct{ upload, download, small block.Throttle }
+type Rates struct {
+	upload, download, small block.Throttle
+	largestPut              atomic.Int64 // 0: no bound
+}
 
 // smallRead is longer than a chunk, and than the descriptions in a repository. Restores read pieces of up to 8 MiB.
 const smallRead = 4 << 20
 
 // Set changes the rates, in bytes per second, also for calls in progress; 0: no bound.
 func (r *Rates) Set(upload, download int64) {
+	largest := int64(0)
+	if upload > 0 {
+		largest = max(min(upload, math.MaxInt64/putSeconds)*putSeconds, leastPut)
+	}
+	r.largestPut.Store(largest)
 	r.upload.SetRate(upload)
 	r.download.SetRate(download)
 	r.small.SetRate(download)
 }
+
+// A Put moves its bytes at once, also below the rate: at most those of putSeconds, or leastPut.
+const (
+	putSeconds = 4
+	leastPut   = 4 << 20
+)
+
+// LargestPut bounds the bytes that the next Put should have: what the upload rate allows in 4 seconds, or 4 MiB if that
+// is more. 0: no bound.
+func (r *Rates) LargestPut() int64 { return r.largestPut.Load() }
 
 // Store is a store with rates.
 type Store struct {

@@ -3,6 +3,7 @@ package limited
 import (
 	"bytes"
 	"context"
+	"math"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -156,4 +157,17 @@ func TestSmallReadsGoFirst(t *testing.T) {
 			t.Errorf("the next large read ended after %v, want 28 s", next)
 		}
 	})
+}
+
+// TestLargestPutFollowsTheRate: an object has at most the bytes of 4 seconds, and 4 MiB at a lower rate.
+func TestLargestPutFollowsTheRate(t *testing.T) {
+	var rates Rates
+	for _, c := range []struct{ rate, want int64 }{
+		{0, 0}, {1, 4 << 20}, {1 << 20, 4 << 20}, {2 << 20, 8 << 20}, {math.MaxInt64, math.MaxInt64 / 4 * 4}, {-1, 0},
+	} {
+		rates.Set(c.rate, 1)
+		if got := rates.LargestPut(); got != c.want {
+			t.Errorf("%d bytes per second: %d bytes, want %d", c.rate, got, c.want)
+		}
+	}
 }
