@@ -86,8 +86,8 @@ func documentedCommands(t *testing.T, server, bucket, path, volume, image string
 	return commands
 }
 
-// TestDocumentedCommandsReadABucket: the commands of docs/backups.md list, restore and check the backups in a bucket, with
-// the keys in the environment.
+// TestDocumentedCommandsReadABucket: the commands of docs/backups.md list, restore and check the backups in a bucket,
+// with the keys in the environment.
 func TestDocumentedCommandsReadABucket(t *testing.T) {
 	suite.Slow(t)
 	const bucket, path = "backups", "some/where"

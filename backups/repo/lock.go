@@ -83,8 +83,8 @@ func (r *Repository) Lock(ctx context.Context, mode LockMode) (*Lock, error) {
 
 // LockSnapshot is Lock in the mode Shared, for a session that reads the blobs of one snapshot alone, by Blobs.Read or
 // ReadMany, as a restore does. RestoredByOthers tells other owners. No sweep waits for the session while the snapshot
-// exists. The locks of an earlier restore that was left are deleted. A store that refuses writes, or has no room, takes no
-// lock: then the session has none, and a restore fails if others delete the snapshot meanwhile.
+// exists. The locks of an earlier restore that was left are deleted. A store that refuses writes, or has no room, takes
+// no lock: then the session has none, and a restore fails if others delete the snapshot meanwhile.
 func (r *Repository) LockSnapshot(ctx context.Context, id blob.ID) (*Lock, error) {
 	l, err := r.lock(ctx, Shared, id.String())
 	if api.Is(err, api.Denied) || api.Is(err, api.Full) {

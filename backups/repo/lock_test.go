@@ -238,7 +238,8 @@ func TestLockWithoutPermissionToDelete(t *testing.T) {
 }
 
 // TestSnapshotIsReadWithoutALockWhereWritesAreRefused: a store that refuses writes, or has no room, takes no lock, and a
-// session still reads a snapshot: it ends with Close, respects exclusive locks at its begin and later. Sessions that write, and those in a store that does not answer, need the lock.
+// session still reads a snapshot: it ends with Close, respects exclusive locks at its begin and later. Sessions that
+// write, and those in a store that does not answer, need the lock.
 func TestSnapshotIsReadWithoutALockWhereWritesAreRefused(t *testing.T) {
 	for _, kind := range []api.Kind{api.Denied, api.Full} {
 		inBubble(t, func(t *testing.T, store *memoryStore, r *Repository) {

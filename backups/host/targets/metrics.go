@@ -12,7 +12,7 @@ var (
 	targetAvailable = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backup_target_available",
 		Help: "1 while a backup target can be used, by the node that looks after the target."}, []string{"target"})
 	writeFailed = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "drover_backup_target_write_failed",
-		Help: "1 while the last write of a backup or copy into a backup target failed, by the node that looks after the target."},
+		Help: "1 while the last write of a backup or copy failed, by the node that looks after the target."},
 		[]string{"target"})
 	sweptBytes = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "drover_backup_target_swept_bytes_total",
 		Help: "Bytes that sweeps of this node freed in the store of a backup target."}, []string{"target"})

@@ -99,7 +99,8 @@ func (r *Repositories) Open(ctx context.Context, name string) (*Opened, error) {
 		r.release(e)
 		return nil, openError(t, err)
 	}
-	return &Opened{Repository: e.repository, Target: t, repositories: r, release: sync.OnceFunc(func() { r.release(e) })}, nil
+	return &Opened{Repository: e.repository, Target: t, repositories: r,
+		release: sync.OnceFunc(func() { r.release(e) })}, nil
 }
 
 // OpenToWrite is Open for new snapshots and deletions. A target that a person has to correct, and a target to which
