@@ -66,8 +66,8 @@ func TestResticRestoresOurBackupsFromAnS3Server(t *testing.T) {
 	}
 }
 
-// documentedCommands are the commands of restic in docs/backups.md, for a bucket: the page's form of a bucket in place of
-// the folder.
+// documentedCommands are the commands of restic in docs/backups.md, for a bucket: with the page's form of a bucket for
+// the folder's.
 func documentedCommands(t *testing.T, server, bucket, path, volume, image string) (commands []string) {
 	t.Helper()
 	page, err := os.ReadFile("../../docs/backups.md")
