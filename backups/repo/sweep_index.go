@@ -167,3 +167,46 @@ func (v *view) replacedFiles(changes map[blob.ID]packChange) (files []namedFile)
 	}
 	return files
 }
+
+// dropLate takes deleted packs out of the index files that came after the index of v. A session that lost its lock may
+// have written such a file, and looks for missing packs after the write: one of both sees the other. hidden has the
+// deleted packs, and those that v returned or found in use.
+func (s *sweep) dropLate(ctx context.Context, v *view, hidden map[blob.ID]struct{}) (err error) {
+	files, err := listFolder(ctx, s.r.store, indexFolder)
+	if err != nil {
+		return err
+	}
+	late := false
+	known := map[blob.ID]bool{}
+	for _, f := range v.files {
+		known[f.id] = true
+	}
+	for _, f := range files {
+		if known[f.id] {
+			continue
+		}
+		_, err := s.r.scanIndexFile(ctx, f, func(p index.Pack) error {
+			_, is := hidden[p.ID]
+			late = late || is
+			return nil
+		})
+		if err != nil && !api.Is(err, api.NotFound) { // the session corrects the file
+			return err
+		}
+	}
+	if !late {
+		return nil
+	}
+	now, err := s.view(ctx)
+	if err != nil {
+		return err
+	}
+	defer now.close(&err)
+	changes := map[blob.ID]packChange{}
+	for id := range hidden {
+		if p := now.packs.findIndexed(id); p != nil && p.lost {
+			changes[id] = dropPack
+		}
+	}
+	return s.rewriteIndex(ctx, now, changes)
+}

@@ -137,7 +137,7 @@ func isNewer(a, b listing) bool {
 }
 
 // describeUnlisted describes the backups without an object that can get one, and remembers them for the next visit: a
-// visit that is cut reads nothing twice. facts are those of some of the backups.
+// visit that is cut reads nothing twice. facts describe some of the backups.
 func (v *visit) describeUnlisted(ctx context.Context, r snapshotLister, unknown []repo.SnapshotFile) (
 	facts map[blob.ID]foundBackup, _ error) {
 	memory := map[blob.ID]listing{} // without those that the store deleted

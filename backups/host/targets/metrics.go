@@ -33,8 +33,8 @@ var (
 )
 
 func init() {
-	metrics.Registry.MustRegister(targetAvailable, writeFailed, sweptBytes, verifiedBytes, damagedBlobs, damagedBackups, usedBytes,
-		uniqueBytes)
+	metrics.Registry.MustRegister(targetAvailable, writeFailed, sweptBytes, verifiedBytes, damagedBlobs, damagedBackups,
+		usedBytes, uniqueBytes)
 }
 
 // setWriteFailed sets the gauge of ConditionWriteFailed.

@@ -9,7 +9,7 @@ type storeFacts struct {
 	encrypted    bool
 	counted      bool // the counts below are known
 	backups      int  // in the store
-	unlisted     int  // of these without a Backup
+	unlisted     int  // without a Backup
 }
 
 // visitProgress is what a running visit told the reconciler of its target.

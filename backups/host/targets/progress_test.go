@@ -51,7 +51,7 @@ const (
 	manyBackups   = manyVolumes * manyPerVolume // more than quietPull
 )
 
-// saveVolumes saves manyBackups backups; all those of a volume are newer than those of the volumes before.
+// saveVolumes saves manyBackups backups; all backups of a volume are newer than the backups of the volumes before.
 func saveVolumes(s *shelf) {
 	var all [][]string
 	for i := range manyBackups {

@@ -88,7 +88,7 @@ const (
 	quietPull = 100
 )
 
-// loadFound returns the found backups of a batch, in its order. facts are those that are read already.
+// loadFound returns the found backups of a batch, in its order. facts are read already.
 func (v *visit) loadFound(ctx context.Context, r snapshotLister, batch []repo.SnapshotFile,
 	facts map[blob.ID]foundBackup) (found []foundBackup, err error) {
 	var unread []repo.SnapshotFile
