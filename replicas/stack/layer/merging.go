@@ -121,7 +121,7 @@ func (d *Store) Unmark(uid string) error {
 	return d.FS.Remove(d.Join(Dir, uid, MergingFile))
 }
 
-// ErrRead: a reader has layers open that shall be merged.
+// ErrRead says that a reader has layers open that shall be merged.
 var ErrRead = errors.New("a reader has the layers open")
 
 // readersTime is how long a merge waits for readers that have the layers open for moments, such as heals.
