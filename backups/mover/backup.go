@@ -108,6 +108,7 @@ func Adopt(ctx context.Context, r *repo.Repository, s repo.Snapshot) (id blob.ID
 		return id, false, err
 	}
 	defer func() { err = errors.Join(err, blobs.Close()) }()
+	s.Parent = nil // the base may be deleted
 	if complete, err = isComplete(lock.Context(), blobs, s); err != nil || !complete {
 		return id, false, err
 	}

@@ -136,8 +136,12 @@ func (c *checker) checkFiles(ctx context.Context) error {
 	return err
 }
 
-// missingShare: a store without two packs or more, and a tenth of all, probably lacks a disk or a mount.
-const missingShare = 10
+// A store without missingLeast packs or more, and a tenth of all, probably lacks a disk or a mount; so does a store
+// without any.
+const (
+	missingLeast = 16
+	missingShare = 10
+)
 
 var errPartMissing = errors.New("a part of the store is missing")
 
@@ -178,7 +182,7 @@ func (r *Repository) lostPacks(ctx context.Context, t *index.Table) (lost []Dama
 			return nil, err
 		}
 		lost = append(lost, DamagedPack{id, err})
-		if len(lost) > 1 && unmarked > 1 && unmarked*missingShare >= len(names) {
+		if unmarked >= missingLeast && unmarked*missingShare >= len(names) || unmarked > 1 && unmarked == len(names) {
 			if err := r.CheckStore(ctx); err != nil { // an empty mount point lacks all packs
 				return nil, err
 			}

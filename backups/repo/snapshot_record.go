@@ -2,6 +2,7 @@ package repo
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"io"
@@ -46,14 +47,17 @@ type SnapshotList struct {
 	Files    []SnapshotFile // in the store's list
 	Unlisted []SnapshotFile // in the record and in the store, but not in the store's list: the list is short
 
-	r        *Repository
-	recorded bool      // there was a record
-	first    time.Time // of the record
-	changed  bool      // there was no record, or the record has other names
+	r          *Repository
+	recorded   bool      // there was a record
+	unanswered []blob.ID // in the record alone, and the store does not say whether it has them
+	why        error     // of the first one
+	first      time.Time // of the record
+	changed    bool      // there was no record, or the record has other names
 }
 
 // ListRecorded is ListSnapshots, and asks the store for each snapshot of the record that the list lacks: one request
-// for each snapshot that was deleted since the last Save.
+// for each snapshot that was deleted since the last Save. A snapshot of which the store does not say whether it exists
+// stays in the record.
 func (r *Repository) ListRecorded(ctx context.Context) (*SnapshotList, error) {
 	record, err := r.readRecord(ctx) // before the list, which has all that the record has
 	if err != nil {
@@ -67,8 +71,9 @@ func (r *Repository) ListRecorded(ctx context.Context) (*SnapshotList, error) {
 	if l.recorded {
 		l.first, recorded = record.First, record.Snapshots
 	}
-	if l.Unlisted, err = r.findUnlisted(ctx, l.Files, recorded); err != nil {
-		return nil, err
+	l.Unlisted, l.unanswered, l.why = r.findUnlisted(ctx, l.Files, recorded)
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
 	}
 	was, is := map[blob.ID]struct{}{}, map[blob.ID]struct{}{}
 	for _, id := range recorded {
@@ -77,6 +82,9 @@ func (r *Repository) ListRecorded(ctx context.Context) (*SnapshotList, error) {
 	for _, f := range l.All() {
 		is[f.ID] = struct{}{}
 	}
+	for _, id := range l.unanswered {
+		is[id] = struct{}{}
+	}
 	l.changed = !l.recorded || !maps.Equal(was, is)
 	return l, nil
 }
@@ -84,8 +92,12 @@ func (r *Repository) ListRecorded(ctx context.Context) (*SnapshotList, error) {
 // All are the snapshots in the store.
 func (l *SnapshotList) All() []SnapshotFile { return slices.Concat(l.Files, l.Unlisted) }
 
-// Check returns an error of kind Unavailable if the list is short.
+// Check returns an error of kind Unavailable if the list is short, or may be.
 func (l *SnapshotList) Check() error {
+	if len(l.unanswered) > 0 {
+		return api.Errorf(api.Unavailable, "the store does not say whether it has snapshot %.8s, which its lists lack: %w",
+			l.unanswered[0], l.why)
+	}
 	if len(l.Unlisted) == 0 {
 		return nil
 	}
@@ -102,6 +114,7 @@ func (l *SnapshotList) Save(ctx context.Context) error {
 	for _, f := range l.All() {
 		record.Snapshots = append(record.Snapshots, f.ID)
 	}
+	record.Snapshots = append(record.Snapshots, l.unanswered...)
 	if err := l.r.saveRecord(ctx, record); err != nil {
 		return api.Errorf(api.KindOf(err), "repository %.8s: the snapshot record cannot be written: %w", l.r.ID(), err)
 	}
@@ -127,11 +140,29 @@ func (r *Repository) saveRecord(ctx context.Context, record snapshotRecord) erro
 		return err
 	}
 	_, sealed := r.sealFile(plain)
+	// Others may have replaced the record before a Put ends late, so such a Put takes nothing back.
+	ctx = target.WithUndo(ctx, func(context.Context, target.Store) error { return nil })
 	return r.store.Put(ctx, recordName, sealed)
 }
 
-// readRecord returns nil without a record, and in place of a damaged one: then the list is the first one.
-func (r *Repository) readRecord(ctx context.Context) (*snapshotRecord, error) {
+// readRecord returns nil without a record, and in place of a damaged one: then the list is the first one. Another
+// session may replace the record during a read, so a record counts as damaged after several reads.
+func (r *Repository) readRecord(ctx context.Context) (record *snapshotRecord, err error) {
+	for range 3 {
+		if record, err = r.tryReadRecord(ctx); !api.Is(err, api.Corrupt) {
+			break
+		}
+	}
+	switch {
+	case api.Is(err, api.NotFound), api.Is(err, api.Corrupt):
+		return nil, nil //nolint:nilnil // no record
+	case err != nil:
+		return nil, api.Errorf(api.KindOf(err), "repository %.8s: the snapshot record cannot be read: %w", r.ID(), err)
+	}
+	return record, nil
+}
+
+func (r *Repository) tryReadRecord(ctx context.Context) (*snapshotRecord, error) {
 	record := &snapshotRecord{}
 	o, err := r.store.Stat(ctx, recordName)
 	var sealed []byte
@@ -146,11 +177,8 @@ func (r *Repository) readRecord(ctx context.Context) (*snapshotRecord, error) {
 			return nil
 		})
 	}
-	switch {
-	case api.Is(err, api.NotFound), api.Is(err, api.Corrupt):
-		return nil, nil //nolint:nilnil // no record
-	case err != nil:
-		return nil, api.Errorf(api.KindOf(err), "repository %.8s: the snapshot record cannot be read: %w", r.ID(), err)
+	if err != nil {
+		return nil, err
 	}
 	if record.First.IsZero() {
 		record.First = o.Modified
@@ -158,8 +186,10 @@ func (r *Repository) readRecord(ctx context.Context) (*snapshotRecord, error) {
 	return record, nil
 }
 
-// findUnlisted asks the store for each known snapshot that a list lacks, and returns those that exist.
-func (r *Repository) findUnlisted(ctx context.Context, files []SnapshotFile, known []blob.ID) ([]SnapshotFile, error) {
+// findUnlisted asks the store for each known snapshot that a list lacks, and returns those that exist, and those of
+// which the store does not say so, with the first error.
+func (r *Repository) findUnlisted(ctx context.Context, files []SnapshotFile, known []blob.ID) (existing []SnapshotFile,
+	unanswered []blob.ID, why error) {
 	listed := make(map[blob.ID]struct{}, len(files))
 	for _, f := range files {
 		listed[f.ID] = struct{}{}
@@ -168,27 +198,23 @@ func (r *Repository) findUnlisted(ctx context.Context, files []SnapshotFile, kno
 		_, is := listed[id]
 		return is
 	})
-	found := make([]*SnapshotFile, len(lacking))
-	group, groupCtx := errgroup.WithContext(ctx)
+	found, errs := make([]SnapshotFile, len(lacking)), make([]error, len(lacking))
+	var group errgroup.Group
 	group.SetLimit(snapshotReaders)
 	for i, id := range lacking {
 		group.Go(func() error {
-			f, err := r.FindSnapshot(groupCtx, id)
-			if api.Is(err, api.NotFound) {
-				return nil
-			}
-			found[i] = &f
-			return err
+			found[i], errs[i] = r.FindSnapshot(ctx, id)
+			return nil
 		})
 	}
-	if err := group.Wait(); err != nil {
-		return nil, err
-	}
-	var existing []SnapshotFile
-	for _, f := range found {
-		if f != nil {
-			existing = append(existing, *f)
+	_ = group.Wait() // errs has all
+	for i, err := range errs {
+		switch {
+		case err == nil:
+			existing = append(existing, found[i])
+		case !api.Is(err, api.NotFound):
+			unanswered, why = append(unanswered, lacking[i]), cmp.Or(why, err)
 		}
 	}
-	return existing, nil
+	return existing, unanswered, why
 }

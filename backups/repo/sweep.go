@@ -179,7 +179,7 @@ func (s *sweep) listSnapshots(ctx context.Context) ([]SnapshotFile, error) {
 	if err != nil {
 		return nil, err
 	}
-	unlisted, err := s.r.findUnlisted(ctx, files, slices.Collect(maps.Keys(s.known)))
+	unlisted, _, err := s.r.findUnlisted(ctx, files, slices.Collect(maps.Keys(s.known)))
 	if err != nil {
 		return nil, err
 	}

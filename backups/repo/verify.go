@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"sync"
 
 	"golang.org/x/time/rate"
 
@@ -58,7 +59,7 @@ type DamagedPack struct {
 
 // Verify reads some of the packs that the index names, and at the end of the range all index files. Errors say nothing
 // about the packs; IsPartMissing tells that of a store without a part of its packs. Also after an error, every damaged
-// pack up to stats.Last has a mark, and no whole pack has a mark.
+// pack up to stats.Last has a mark. No whole pack has a mark, unless a sweep ran at the same time.
 func (r *Repository) Verify(ctx context.Context, o VerifyOptions) (stats VerifyStats, err error) {
 	stats.Last = o.After
 	err = r.withSession(ctx, func(lock *Lock) error {
@@ -70,7 +71,7 @@ func (r *Repository) Verify(ctx context.Context, o VerifyOptions) (stats VerifyS
 		done, e := r.repairDamagedIndex(ctx, stats.whole)
 		stats.Repaired, err = done.damaged, errors.Join(err, e)
 		switch {
-		case e != nil && len(stats.whole) > 0: // they keep their marks
+		case e != nil && len(stats.whole) > 0 && !api.Is(e, api.Busy): // they keep their marks
 			stats = VerifyStats{Last: o.After}
 		case e != nil:
 			stats.Done = false
@@ -103,13 +104,14 @@ func (r *Repository) verify(ctx context.Context, o VerifyOptions) (stats VerifyS
 		return stats, err
 	}
 	var ended error // why the packs behind stats.Last were not read
+	missing := sync.OnceValue(func() error { return r.checkMissing(ctx) })
 	for _, p := range chosen {
 		n, err := r.verifyPack(ctx, o.Rate, p)
 		if IsDamage(err) { // a network may damage bytes, too
 			n, err = r.verifyPack(ctx, o.Rate, p)
 		}
 		if api.Is(err, api.NotFound) && !p.marked {
-			err = r.confirmLost(ctx, err)
+			err = cmp.Or(missing(), err)
 		}
 		switch {
 		case IsDamage(err):
@@ -133,17 +135,15 @@ func (r *Repository) verify(ctx context.Context, o VerifyOptions) (stats VerifyS
 	return stats, ended
 }
 
-// confirmLost returns the error of a missing pack, or that of a store that lacks a part of its packs.
-func (r *Repository) confirmLost(ctx context.Context, missing error) (err error) {
+// checkMissing returns the error of a store that lacks a part of its packs, or nil.
+func (r *Repository) checkMissing(ctx context.Context) (err error) {
 	b, err := r.LoadIndex(ctx)
 	if err != nil {
 		return err
 	}
 	defer func() { err = cmp.Or(b.Close(), err) }()
-	if _, err := r.lostPacks(ctx, b.table); err != nil {
-		return err
-	}
-	return missing
+	_, err = r.lostPacks(ctx, b.table)
+	return err
 }
 
 // indexedPack is a pack with the entries that the index has of it.

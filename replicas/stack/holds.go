@@ -10,6 +10,7 @@ import (
 	"drover.io/drover/block"
 	"drover.io/drover/replicas/stack/diskfs"
 	"drover.io/drover/replicas/stack/layer"
+	"drover.io/drover/replicas/stack/transfer"
 )
 
 // An image of a snapshot names the snapshot's layers. A pin keeps the layers that a backup reads until the backup ends.
@@ -47,32 +48,29 @@ func (d *Disk) holdLayers(ctx context.Context, p Pin, replica, snapshot string) 
 	return p.Layers, size, err
 }
 
-// snapshotLayers finds the layers of a snapshot of a replica, bottom first, and the size of the snapshot.
-func (d *Disk) snapshotLayers(replica string, s block.SnapshotCut) (layers []string, size int64, err error) {
+// snapshotLayers finds the layers of a snapshot of a replica, bottom first.
+func (d *Disk) snapshotLayers(replica string, s block.SnapshotCut) ([]string, error) {
 	m, err := d.Stack(replica)
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
 	k := m.findCut(s)
 	if k < 0 {
-		return nil, 0, api.Errorf(api.NotFound, "replica %s has no snapshot %s", replica, s.UID)
+		return nil, api.Errorf(api.NotFound, "replica %s has no snapshot %s", replica, s.UID)
 	}
-	if layers, err = m.Chain(m.Snapshots[k].Layer); err == nil {
-		size, err = d.StackSize(layers)
-	}
-	return layers, size, err
+	return m.Chain(m.Snapshots[k].Layer)
 }
 
-// OpenSnapshot implements block.SnapshotDisk. The locks on the open layers keep merges out.
+// OpenSnapshot implements block.SnapshotDisk. Busy: layers are not on the disk yet. Open layers keep merges out.
 func (d *Disk) OpenSnapshot(replica string, s block.SnapshotCut) (src block.Source, err error) {
-	err = layer.RetryMerged(func() error {
-		layers, size, err := d.snapshotLayers(replica, s)
-		if err == nil {
-			src, err = d.OpenStack(layers, size)
+	var layers []string
+	err = layer.RetryMerged(func() (err error) {
+		if layers, err = d.snapshotLayers(replica, s); err == nil {
+			src, err = transfer.OpenWhole(d.Store, layers)
 		}
 		return err
 	})
-	return src, err
+	return src, d.ExplainLack(layers, err)
 }
 
 // Name implements block.Exporter.

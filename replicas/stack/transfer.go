@@ -67,11 +67,15 @@ func (d *Disk) Changes(replica string, base, target block.SnapshotCut) (x *Delta
 	err = layer.RetryMerged(func() error {
 		var from []string
 		if base.UID != "" {
-			if from, _, err = d.snapshotLayers(replica, base); err != nil {
+			if from, err = d.snapshotLayers(replica, base); err != nil {
 				return err
 			}
 		}
-		to, size, err := d.snapshotLayers(replica, target)
+		to, err := d.snapshotLayers(replica, target)
+		var size int64
+		if err == nil {
+			size, err = d.TopSize(to)
+		}
 		if err == nil {
 			x, err = d.Delta(from, to, size)
 		}

@@ -176,7 +176,11 @@ func TestFloodOfVolumesKeepsObjects(t *testing.T) {
 		t.Errorf("after newer backups of the volumes: Backups %s", w.listed())
 	}
 	w.hooks.hide("snapshots/" + old[0].String())
-	w.syncTo("default", api.ReasonListIncomplete, "1 snapshot that its lists lack, such as snapshots/"+old[0].String())
+	w.sync("default")
+	if note := w.awaitEvent("ListIncomplete"); !strings.Contains(note,
+		"1 snapshot that its lists lack, such as snapshots/"+old[0].String()) {
+		t.Errorf("event %s", note)
+	}
 }
 
 // sweep requests a sweep and waits for its end.

@@ -49,7 +49,8 @@ type Adopted struct {
 // AdoptSnapshot commits a complete snapshot that an earlier attempt left of an unfinished Backup object again, by adopt
 // (mover.Adopt), and deletes all that earlier attempts left; nil: no complete one. confirm returns an error unless this
 // node makes the Backup. The node confirms after the list: from then on, no earlier attempt completes the Backup with a
-// snapshot of the list.
+// snapshot of the list. Snapshots that another cluster restores, or that the store does not let go, stay until the
+// deletion of the Backup.
 func AdoptSnapshot(ctx context.Context, r *repo.Repository, object api.UID, confirm func(context.Context) error,
 	adopt func(context.Context, *repo.Repository, repo.Snapshot) (id blob.ID, complete bool, err error)) (
 	adopted *Adopted, err error) {
@@ -75,7 +76,14 @@ func AdoptSnapshot(ctx context.Context, r *repo.Repository, object api.UID, conf
 			adopted = &Adopted{id, facts}
 		}
 	}
-	return adopted, r.DeleteSnapshots(ctx, ids...)
+	kept, err := r.RestoredByOthers(ctx)
+	if err == nil {
+		err = r.DeleteSnapshots(ctx, slices.DeleteFunc(ids, func(id blob.ID) bool { return kept[id] != "" })...)
+	}
+	if adopted != nil || api.Is(err, api.Denied) {
+		return adopted, nil
+	}
+	return nil, err
 }
 
 // IsBegunElsewhere reports whether another node began an unfinished Backup after node did. Then that node may have

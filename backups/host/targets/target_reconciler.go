@@ -230,6 +230,10 @@ func (r *targetReconciler) reportVisit(t *api.BackupTarget, before *api.BackupTa
 		r.events.Eventf(t, nil, corev1.EventTypeWarning, "PasswordNotChanged", "Visit", "%s",
 			api.ClipMessage(v.keysErr.Error()))
 	}
+	if v.shortErr != nil {
+		r.events.Eventf(t, nil, corev1.EventTypeWarning, "ListIncomplete", "Visit", "%s; no sweep runs before",
+			api.ClipMessage(v.shortErr.Error()))
+	}
 	if v.found > 0 {
 		r.events.Eventf(t, nil, corev1.EventTypeNormal, "BackupFound", "Visit", "%s found in the store",
 			api.CountText(v.found, "backup"))
@@ -323,6 +327,7 @@ func (r *targetReconciler) startJobs(ctx context.Context, t *api.BackupTarget, r
 	if rec.verification == nil {
 		if due := rec.nextVerification(t, r.opts.RecheckDelay, now); isDue(due, now) {
 			target, wish := t.DeepCopy(), nextWish(t)
+			wish.check = wish.check || rec.owesCheck
 			rec.verification = startJob(ctx, r.jobs, t.Name, "verification", func(ctx context.Context) verifyResult {
 				return r.repositories.verify(ctx, target, wish, r.opts)
 			})

@@ -51,6 +51,7 @@ type targetRecord struct {
 	verification *job[verifyResult]
 	verifyAgain  time.Time                    // no step begins before, unless a user asks again
 	verifyFailed int                          // steps in a row that failed
+	owesCheck    bool                         // a step failed after its look for damage was due
 	failedAsked  *metav1.Time                 // VerifyRequestedAt when the last step failed
 	healSeen     time.Time                    // when UncheckedBlobs of the status became more than 0; zero: 0
 	damaged      map[blob.ID]bool             // snapshots of the last check; nil: none in this process

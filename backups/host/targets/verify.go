@@ -194,6 +194,7 @@ func (rec *targetRecord) applyVerification(t *api.BackupTarget, backups []api.St
 	if s.err != nil {
 		v.Message, rec.verifyAgain = api.ClipMessage(s.err.Error()), now.Add(o.pauseAfter(rec.verifyFailed))
 		rec.verifyFailed, rec.failedAsked = rec.verifyFailed+1, t.Spec.VerifyRequestedAt
+		rec.owesCheck = rec.owesCheck || s.checked || s.stats.Repaired
 		if s.verdicts == nil && !s.wish.recheck && s.stats.Last != s.wish.after {
 			s.applyStep(v, at)
 		}
@@ -214,6 +215,7 @@ func (rec *targetRecord) applyVerification(t *api.BackupTarget, backups []api.St
 	if s.verdicts != nil {
 		rec.applyVerdicts(t, backups, begins)
 	} else if s.checked {
+		rec.owesCheck = false
 		v.UncheckedBlobs, rec.healSeen = max(0, v.UncheckedBlobs-s.wish.healed), time.Time{}
 		rec.applyDamage(t, backups, now)
 	}

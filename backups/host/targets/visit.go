@@ -30,6 +30,8 @@ type visit struct {
 	progress     *visitProgress
 	opts         Options
 	log          *slog.Logger
+
+	shortErr error // the store's list lacks snapshots; nil: it does not
 }
 
 // visitMemory is what the visits of a target remember, one after the other.
@@ -54,6 +56,7 @@ type visitResult struct {
 
 	storeFacts
 	keyFiles  int              // 0: not known
+	shortErr  error            // the store's list lacks snapshots that the store has
 	keysErr   error            // why the key files do not follow the passwords; an earlier one opens the repository
 	locks     *api.LocksFact   // nil: not requested
 	keyFile   *api.KeyFileFact // nil: not requested
@@ -69,6 +72,7 @@ type visitResult struct {
 func (v *visit) run(ctx context.Context) visitResult {
 	result := visitResult{request: v.target.Spec.SyncRequestedAt}
 	result.err = v.visitStore(ctx, &result)
+	result.shortErr = v.shortErr
 	switch {
 	case result.err == nil:
 		result.reason = api.ReasonAvailable
@@ -187,8 +191,8 @@ type repositorySnapshots struct {
 	visit *visit
 }
 
-// ListSnapshots implements snapshotLister. A list that lacks a snapshot of the repository's record is a fault. In a
-// read-only target, which no sweep follows, the list is not compared.
+// ListSnapshots implements snapshotLister. It also has the snapshots of the repository's record that the list lacks: the
+// short list stops sweeps, and nothing else. In a read-only target, which no sweep follows, the list is not compared.
 func (r repositorySnapshots) ListSnapshots(ctx context.Context) ([]repo.SnapshotFile, error) {
 	if r.visit.target.Spec.ReadOnly {
 		return r.Repository.ListSnapshots(ctx)
@@ -200,10 +204,8 @@ func (r repositorySnapshots) ListSnapshots(ctx context.Context) ([]repo.Snapshot
 	if err := list.Save(ctx); err != nil { // concerns sweeps alone, which write the record, too
 		r.visit.log.Warn("the snapshot record of a backup target is not written", "target", r.visit.target.Name, "err", err)
 	}
-	if err := list.Check(); err != nil {
-		return nil, faultf(api.ReasonListIncomplete, "%w", err)
-	}
-	return list.Files, nil
+	r.visit.shortErr = list.Check()
+	return list.All(), nil
 }
 
 // Has implements snapshotLister.

@@ -287,7 +287,10 @@ func TestShortListsLoseNothing(t *testing.T) {
 	w.AwaitDeleted(&api.Backup{ObjectMeta: apitest.Named("unwanted")}, &api.BackupList{})
 	for range 3 {
 		w.clock.advance(time.Hour)
-		w.syncTo("default", api.ReasonListIncomplete, "3 snapshots that its lists lack")
+		w.syncTo("default", api.ReasonAvailable, "")
+	}
+	if note := w.awaitEvent("ListIncomplete"); !strings.Contains(note, "3 snapshots that its lists lack") {
+		t.Errorf("event %s", note)
 	}
 	var images api.BackupBackingImageList
 	must(t, w.Client.List(w.Ctx, &images))

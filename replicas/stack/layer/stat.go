@@ -124,6 +124,25 @@ func (d *Store) StackSize(layers []string) (size int64, err error) {
 	return size, nil
 }
 
+// TopSize is the size of the topmost of some layers; 0: there are none.
+func (d *Store) TopSize(layers []string) (size int64, err error) {
+	if len(layers) > 0 {
+		size, _, err = d.LayerSize(layers[len(layers)-1])
+	}
+	return size, err
+}
+
+// ExplainLack makes an error of kind NotFound one of kind Busy if the disk does not have all of some layers yet.
+func (d *Store) ExplainLack(layers []string, err error) error {
+	if !api.Is(err, api.NotFound) {
+		return err
+	}
+	if lacks, e := d.LackingOf(layers); e != nil || len(lacks) == 0 {
+		return err
+	}
+	return api.Errorf(api.Busy, "disk %s does not have all layers yet; try again: %w", d.Root, err)
+}
+
 // LackingOf returns the layers that are not on this disk.
 func (d *Store) LackingOf(layers []string) (none []string, err error) {
 	for _, uid := range layers {

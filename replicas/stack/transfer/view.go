@@ -43,6 +43,15 @@ func OpenStack(d *layer.Store, layers []string, size int64) (block.Source, error
 	return openLayersBy(layers, size, func(uid string) (*layer.Layer, error) { return d.Find(uid, 0, false) })
 }
 
+// OpenWhole is OpenStack with the size of the largest layer.
+func OpenWhole(d *layer.Store, layers []string) (block.Source, error) {
+	size, err := d.StackSize(layers)
+	if err != nil {
+		return nil, err
+	}
+	return OpenStack(d, layers, size)
+}
+
 // OpenLayers is OpenStack with each layer on the first disk that has the layer. OpenLayers writes to no disk.
 func OpenLayers(disks []*layer.Store, layers []string, size int64) (block.Source, error) {
 	return openLayersBy(layers, size, func(uid string) (*layer.Layer, error) { return layer.OpenFirst(disks, uid, 0) })
