@@ -220,7 +220,7 @@ func TestMissingPartOfAStoreGetsNoMarks(t *testing.T) {
 	saveFiles(t, newRepository(t, store), 20_000, numbers(0, 150)...)
 	packs, indexes := store.names(dataFolder), store.names(indexFolder)
 	all := maps.Clone(store.objects)
-	must(t, store.Delete(t.Context(), packs[:max(2, len(packs)/3)]...))
+	must(t, store.Delete(t.Context(), packs[:missingLeast]...))
 	stats, err := openRepository(t, store).Verify(t.Context(), VerifyOptions{Until: lastPack,
 		Writer: WriterOptions{PackSize: 20_000}})
 	if !IsPartMissing(err) || stats.Done || len(stats.Damaged) > 0 {

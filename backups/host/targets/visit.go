@@ -191,7 +191,7 @@ type repositorySnapshots struct {
 	visit *visit
 }
 
-// ListSnapshots implements snapshotLister. It also has the snapshots of the repository's record that the list lacks: the
+// ListSnapshots implements snapshotLister, and adds the snapshots of the repository's record that the list lacks: a
 // short list stops sweeps, and nothing else. In a read-only target, which no sweep follows, the list is not compared.
 func (r repositorySnapshots) ListSnapshots(ctx context.Context) ([]repo.SnapshotFile, error) {
 	if r.visit.target.Spec.ReadOnly {
