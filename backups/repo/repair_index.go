@@ -18,7 +18,8 @@ import (
 //
 // Until a repair, LoadIndex reads the headers of unnamed packs, and marks the packs in the table of the session alone:
 // reads find the blobs, and a backup stores the blobs again, because a sweep may be about to delete an unnamed pack. A
-// repair runs beside no sweep, names the packs in new index files, and then deletes the damaged files.
+// repair never runs at the time of a sweep. The repair names the packs in new index files, and then deletes the damaged
+// files.
 
 // recoverTable is loadTable for a repository with damaged index files.
 func (r *Repository) recoverTable(ctx context.Context) (t *index.Table, err error) {

@@ -97,7 +97,7 @@ func (r *reconciler) openTarget(ctx context.Context, b api.StoredBackup) (*targe
 	return r.repositories.OpenToWrite(ctx, b.Target())
 }
 
-// writer bounds the packs of the copy, whose other buffers take as many bytes as beside.
+// writer bounds the packs of the copy. The copy has buffers of beside bytes that hold no packs.
 func (a *attempt) writer(beside int64) repo.WriterOptions {
 	memory := a.repositories.Memory().Copies
 	return targets.WriterOf(memory, memory.Size(), beside, repo.DefaultPackSize)

@@ -125,12 +125,11 @@ func (r *healReconciler) endJob(t *api.BackupTarget, h *nodeHeal) {
 		h.failures, h.again = 0, time.Time{}
 		return
 	}
-	level := slog.LevelWarn
+	report := r.log.Warn
 	if api.Is(result.err, api.Busy) { // no failure: the chunks may be in the results of the merges
-		level = slog.LevelInfo
+		report = r.log.Info
 	}
-	r.log.Log(context.Background(), level, "a damaged backup target cannot be healed yet", "target", t.Name, "err",
-		result.err)
+	report("a damaged backup target cannot be healed yet", "target", t.Name, "err", result.err)
 	h.again = r.opts.Now().Add(r.opts.pauseAfter(h.failures))
 	h.failures++
 }

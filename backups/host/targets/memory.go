@@ -45,8 +45,8 @@ const (
 	healBuffers    = 2 * block.ChunkSize // which a heal reads at once
 )
 
-// WriterOf describes a Writer that reserves size bytes of a part. The session uses beside of these bytes for its
-// other buffers. largest bounds the packs.
+// WriterOf describes a Writer that reserves size bytes of a part. The session uses some of these bytes, as many as the
+// parameter beside says, for buffers that hold no packs. No pack is larger than largest.
 func WriterOf(part *budget.Part, size, beside, largest int64) repo.WriterOptions {
 	packSize := max(min((size-beside)/packsPerWriter, largest), smallestPack)
 	return repo.WriterOptions{PackSize: int(packSize) / block.Size * block.Size, Memory: packsPerWriter * packSize,

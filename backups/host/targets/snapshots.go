@@ -78,7 +78,10 @@ func AdoptSnapshot(ctx context.Context, r *repo.Repository, object api.UID, conf
 	}
 	kept, err := r.RestoredByOthers(ctx)
 	if err == nil {
-		err = r.DeleteSnapshots(ctx, slices.DeleteFunc(ids, func(id blob.ID) bool { return kept[id] != "" })...)
+		err = r.DeleteSnapshots(ctx, slices.DeleteFunc(ids, func(id blob.ID) bool {
+			_, is := kept[id]
+			return is
+		})...)
 	}
 	if adopted != nil || api.Is(err, api.Denied) {
 		return adopted, nil
